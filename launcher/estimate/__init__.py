@@ -1,1 +1,1 @@
-"""A step over fake CUDA tensors: what a GPU would be asked to do, without one."""
+"""A training step traced over fake CUDA tensors, without a GPU: its operations, memory and estimated time."""

@@ -1,4 +1,4 @@
-"""A micro-batch whose shapes are real and whose values are none, on a device that is not there."""
+"""A micro-batch of real shapes on a fake CUDA device, for tracing."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,10 @@ from parallel.sizes import DEFAULT_SIZES
 
 
 def batch_of(config: RunConfig, mesh: Mesh) -> MicroBatch:
-    """One micro-batch of sequences of one document each, on the host, cut for this rank."""
+    """This rank's part of one micro-batch, on the host: zero tokens, and one document in each sequence.
+
+    What attention derives from documents and positions is computed already, since that needs values.
+    """
     shape = (config.train.micro_batch_size, config.data.seq_len)
     tokens_BS = torch.zeros(shape, dtype=torch.int64)
     positions_BS = torch.arange(shape[1], dtype=torch.int32).expand(shape).contiguous()
@@ -35,7 +38,7 @@ def batch_of(config: RunConfig, mesh: Mesh) -> MicroBatch:
 
 
 def told_on_host(batch: MicroBatch) -> MicroBatch:
-    """The batch after what ``Context.to`` tells before it moves anything."""
+    """The same batch, after its contexts have computed bounds and masks, which need values, as ``Context.to`` does."""
     for context in (batch.context, getattr(batch.context, "whole", None), batch.context.part):
         if context is not None:
             _ = context.bounds, context.cu_seqlens, context.valid_T
@@ -43,7 +46,7 @@ def told_on_host(batch: MicroBatch) -> MicroBatch:
 
 
 def plan_on_host(config: RunConfig, batch: MicroBatch, mesh: Mesh) -> None:
-    """Adds to the batch what a ring computes for each window, in both ways: that follows from values, here at hand."""
+    """Adds ring attention's plans for each window, by tiles and by pieces, which have to be made from real values."""
     context = batch.context
     assert isinstance(context, HeldContext)
     for window in {config.model.window_of(layer) for layer in config.model.all_layers}:
@@ -52,7 +55,7 @@ def plan_on_host(config: RunConfig, batch: MicroBatch, mesh: Mesh) -> None:
 
 
 def on_device(batch: MicroBatch, mode: FakeTensorMode, device: torch.device) -> MicroBatch:
-    """The batch as ``MicroBatch.to`` moves it, fake from there on."""
+    """The same batch with every tensor fake and on ``device``. The batch's dataclasses are changed in place."""
 
     def faked(each: Any) -> Any:
         if isinstance(each, Tensor):

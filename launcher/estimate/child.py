@@ -13,7 +13,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """The report. Raises UserError where there can be none."""
+    """Writes OUT's trace and picture, and returns the report. Raises UserError where the step cannot be estimated."""
     remedy = "install one, or give CXX; or measure on a machine with a GPU, without --as"
     open_named_device("--as", request["gpu"], remedy)
     from launcher.config.checked import load_checked

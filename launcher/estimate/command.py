@@ -1,4 +1,4 @@
-"""Asking another process, which traces: that takes minutes where a model is large."""
+"""Asks a process of its own to trace, which takes minutes where a model is large."""
 
 import json
 import os
@@ -12,9 +12,10 @@ from launcher.errors import UserError
 
 
 def answer_of(module: str, request: Mapping[str, Any], what_it_does: str) -> dict[str, Any] | None:
-    """What ``main`` of ``module`` answers (``launcher.estimate.serve``); None, told in a line, where the process fails.
+    """The answer of ``module``'s ``main`` to the request, in a process of its own; None where the process fails.
 
-    Raises UserError where the request has problems.
+    A failure is reported in a line, in which ``what_it_does`` describes the process. Raises UserError where the process
+    answers with problems of the request.
     """
     text = json.dumps(request)
     done = subprocess.run(command_of(module), input=text, stdout=subprocess.PIPE, text=True, check=False)
@@ -28,9 +29,9 @@ def answer_of(module: str, request: Mapping[str, Any], what_it_does: str) -> dic
 
 
 def command_of(module: str) -> list[str]:
-    """Runs ``main`` of ``module`` in a process that ends as soon as this one does, killed or not.
+    """The command that runs ``main`` of ``module`` in a process that ends as soon as this one does, even if killed.
 
-    It shows no warnings, and imports nothing from the working folder.
+    That process shows no warnings, and imports nothing from the working folder.
     """
     tied = f"from parallel.processes.lifeline import end_with_parent; end_with_parent({os.getpid()})"
     return [sys.executable, "-W", "ignore", "-P", "-c", f"{tied}; from {module} import main; main()"]

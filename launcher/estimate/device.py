@@ -1,7 +1,7 @@
 """A CUDA device for fake tensors in a build of torch without CUDA. Import before torch, and in a process of its own.
 
-``shim.cpp`` is compiled once against the installed torch. Fake tensors have shapes, dtypes and devices, and neither
-memory nor values: what runs over them is checked by torch's own rules for CUDA, at any size.
+``shim.cpp`` is compiled once against the installed torch. Fake tensors have shapes, dtypes and devices, but neither
+memory nor values, so torch's own rules for CUDA check a program that runs over them, at any size.
 """
 
 import ctypes
@@ -18,18 +18,21 @@ SOURCE = Path(__file__).with_name("shim.cpp")
 
 
 class NoShim(Exception):
-    """Why there is no device."""
+    """No device can be made; the message is the reason."""
 
 
 def torch_folder() -> Path:
-    """Where torch is installed, without importing it."""
+    """The folder in which torch is installed, found without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def built(torch: Path) -> Path:
-    """The compiled shim, of this torch. Raises NoShim where it cannot be compiled."""
+    """The path of the shim compiled for this torch, in the folder for temporary files; compiled if it is not there.
+
+    Raises NoShim where it cannot be compiled, or the file belongs to another user.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise NoShim("no C++ compiler is installed (g++, c++, clang++, or CXX)")
@@ -56,12 +59,15 @@ def built(torch: Path) -> Path:
 
 
 def is_cuda_build(torch: Path) -> bool:
-    """Whether this torch brings CUDA along."""
+    """Whether this torch is built for CUDA, by its version file."""
     return re.search(r"^cuda\b[^=]*= *['\"]", (torch / "version.py").read_text(), re.MULTILINE) is not None
 
 
 def open_device() -> None:
-    """Makes the device; a real one serves where torch has it. Raises NoShim, with the reason, where there is none."""
+    """Makes a CUDA device for fake tensors; a build of torch for CUDA uses its real GPU.
+
+    Also runs backward passes in the calling thread. Raises NoShim, with the reason, where there can be no device.
+    """
     torch = torch_folder()
     if not is_cuda_build(torch):
         load(built(torch), torch)
@@ -69,11 +75,11 @@ def open_device() -> None:
 
     if is_cuda_build(torch) and not imported.cuda.is_available():
         raise NoShim("this torch is built for CUDA and sees no GPU; take a node with one, or torch's build for CPUs")
-    imported._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors
+    imported._C._set_multithreading_enabled(False)  # the fake tensors' mode is not set in autograd's other threads
 
 
 def load(path: Path, torch: Path) -> None:
-    """Loads the shim, after the libraries of torch that it needs."""
+    """Loads the shim into this process, after the libraries of torch that it needs."""
     for library in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
         if (torch / "lib" / library).exists():
             ctypes.CDLL(str(torch / "lib" / library), mode=ctypes.RTLD_GLOBAL)

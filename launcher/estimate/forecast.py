@@ -1,8 +1,8 @@
-"""A run before it is paid for: the memory of each pipeline position's rank, and the time of a step.
+"""Forecast of a run by tracing: the memory of a rank at each pipeline position, and the time of a step.
 
-Memory is that of a whole step of `train` over fake tensors (launcher.estimate.whole_step). Time is that of one
-micro-batch's traced operations at the hardware's rates (launcher.estimate.step), of each position; a pipeline's
-positions wait for each other in the schedule's own order.
+Memory is measured in a whole step of `train` over fake tensors (launcher.estimate.whole_step). Time is that of one
+micro-batch's traced operations at the hardware's rates (launcher.estimate.step), for each position; a pipeline's
+positions wait for each other in the schedule's own order (launcher.estimate.order).
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from launcher.trace.roofline import least_seconds
 from parallel.mesh import Degrees
 from parallel.pipeline.config import chunks
 
-TRACED = 3  # micro-batches without a pipeline: from the second one on, each finds what the one before it has left
+TRACED = 3  # micro-batches traced without a pipeline: from the second one on, each finds memory in the same state
 
 
 @dataclass
 class Position:
-    """One pipeline position's first rank."""
+    """The forecast of one pipeline position, made for its first rank."""
 
     rank: int
     memory: StepMemory
     time: Estimate
     passes: Passes
-    update_seconds: float  # once a step: sums over the replicas, the optimizer
+    update_seconds: float  # work done once a step: sums over the replicas, the optimizer
 
 
 @dataclass
 class Forecast:
-    """A step on a number of GPUs."""
+    """The forecast of one step on ``world_size`` GPUs."""
 
     config: RunConfig
     hardware: Hardware
@@ -48,7 +48,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float:
-        """Until the last position has updated its weights."""
+        """Seconds of a step, until the last position has updated its weights."""
         return max(end + each.update_seconds for end, each in zip(self.order.ends, self.positions, strict=True))
 
     @property
@@ -66,10 +66,11 @@ def forecast(
     *,
     sampled: bool = False,
 ) -> Forecast:
-    """The forecast. The device must be open (launcher.estimate.device), and this process in no process group.
+    """The forecast of a step. The device must be open (launcher.estimate.device), and this process in no process group.
 
-    ``sampled``: of a pipeline's positions with as many layers of each kind, neither the embedding nor the head beside
-    them, one is traced, and the others taken for it: that which by closed forms holds the most.
+    ``imbalance`` is how many times the mean number of rows arrives at a rank over ep. With ``sampled``, of all pipeline
+    positions with equal numbers of layers of each kind, and neither embedding nor head, only the one that holds the
+    most by closed forms is traced, and stands for the others. Raises UserError where the config cannot be traced.
     """
     check_known(config)
     gpu, traced = torch.device("cuda", 0), dict[int, Position]()
@@ -90,9 +91,10 @@ def forecast(
 
 
 def shortened(config: RunConfig, world_size: int) -> RunConfig:
-    """The config with as many micro-batches as its memory depends on.
+    """The config with only as many micro-batches as its memory depends on.
 
-    Without a pipeline a few: all later ones find the same. With one all of them: torch keeps a buffer for each.
+    Without a pipeline these are a few, since all later ones find the same. With one they are all, since torch keeps a
+    buffer for each.
     """
     train, dp = config.train, Degrees.of(config.parallel, world_size).dp
     one = dp * train.micro_batch_size
@@ -104,7 +106,7 @@ def shortened(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def passes_of(estimate: Estimate) -> Passes:
-    """The time of one micro-batch forward and backward through one stage of a position."""
+    """The times of one micro-batch's forward and backward pass through one stage of a position, and of a hop."""
     n_stages = chunks(estimate.config.parallel.pipeline) if estimate.config.parallel.pp > 1 else 1
     ops = [*estimate.traced.ops, *(op for op in estimate.update if op.work.name == ACCUMULATE)]
     forward = sum(least_seconds(op, estimate.rates)[0] for op in ops if op.phase == "forward")
@@ -113,7 +115,7 @@ def passes_of(estimate: Estimate) -> Passes:
 
 
 def hop_seconds(estimate: Estimate) -> float:
-    """How long one micro-batch's hidden states travel to the next position."""
+    """Seconds in which one micro-batch's hidden states are sent to the next position; 0 without a pipeline."""
     config, rates = estimate.config, estimate.rates
     if config.parallel.pp == 1:
         return 0.0
@@ -124,6 +126,6 @@ def hop_seconds(estimate: Estimate) -> float:
 
 
 def update_seconds(estimate: Estimate) -> float:
-    """What happens once a step; what a pipeline sends is in the order of its passes."""
+    """Seconds of the work done once a step. A pipeline's messages are left out: they count between its passes."""
     ops = [op for op in estimate.update if op.work.name != ACCUMULATE and op.part != "communication: pp"]
     return sum(least_seconds(op, estimate.rates)[0] for op in ops)

@@ -1,7 +1,7 @@
-"""What the tensors of a step hold, by what they are for, at each moment; and the most at once.
+"""Counts the bytes of a step's tensors at each moment, by purpose (weights, activations, ...), and their peak.
 
 A tensor's storage counts from the operation that made it until nothing refers to it, as in launcher.trace.recorder.
-What was made before the step is told apart afterwards, when an engine stands and can say which tensors are its weights.
+What was made before the step is sorted afterwards, when the engine is built and knows which tensors are its weights.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.trace.parts import NAMES, Region
 from launcher.trace.regions import Regions
 
-LASTING = ("weights", "masters", "optimizer state")  # between steps, whatever the step does
+LASTING = ("weights", "masters", "optimizer state")  # what stays between steps
 BUFFERS = "gradients, ZeRO's buffers"
 BACKWARD = "backward: gradients of activations and weights"
 SHORT: dict[Region, str] = {
@@ -40,9 +40,9 @@ HOLDERS = (*LASTING, BUFFERS, *dict.fromkeys(SHORT[each] for each in NAMES if SH
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is entered, from before the engine is built until its step has ended.
+    """A context manager that counts tensors' bytes, to be entered from before the engine is built until its step ends.
 
-    ``device``: the kind of device whose memory is looked at; the host's counts where that is the device.
+    ``device`` is the type of device whose memory is counted: tensors on the host count only where that is "cpu".
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def holder(self) -> str:
-        """What a tensor is for that is made at this moment."""
+        """The purpose of tensors that are made at this moment, by the part of the step that runs."""
         if self.regions is None:
             return BUFFERS
         region, phase = self.regions.now()
@@ -77,7 +77,7 @@ class Ledger(TorchDispatchMode):
         return SHORT[region]
 
     def see(self, tensor: torch.Tensor, holder: str) -> None:
-        """Counts a tensor's storage, once. Those on the meta device have a size and no memory."""
+        """Counts a tensor's storage for ``holder``, unless it is counted already. Tensors on meta have no memory."""
         if tensor.device.type == "meta" or tensor.device.type == "cpu" != self.device:
             return
         storage = tensor.untyped_storage()
@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):
         self.total -= n_bytes
 
     def sort(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Says what storages that are there are for; the first that is said of one counts."""
+        """Assigns existing storages to purposes (holder -> tensors); of several for one storage the first counts."""
         sorted_already: set[int] = set()
         for holder, tensors in held.items():
             for tensor in tensors:
@@ -108,5 +108,5 @@ class Ledger(TorchDispatchMode):
                     self.holders[storage._cdata] = holder
 
     def begin(self) -> None:
-        """Starts looking for the peak anew."""
+        """Resets the peak to what is held now."""
         self.peak, self.at_peak = self.total, dict(self.live)

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts beside computation: which operations each message runs beside, and what that hides."""
+"""Overlap of expert dispatch with computation: which operations each message runs beside, and how much that hides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +11,14 @@ from parallel.collectives import RowExchange
 
 @dataclass
 class Messages:
-    """Filled while a rank's operations are recorded: places in ``ops``, from which on messages are waited for."""
+    """The messages of expert dispatch among a rank's operations, noted by ``watch`` while these are recorded."""
 
-    ops: Sequence[Op] = ()  # which the recorder fills
-    waits: list[tuple[int, int]] = field(default_factory=list)  # a message's own place, and that of its wait
+    ops: Sequence[Op] = ()  # the recorder's list, which grows
+    waits: list[tuple[int, int]] = field(default_factory=list)  # places in ops of a message, and of what waits for it
     under_way: dict[int, int] = field(default_factory=dict)
 
     def watch(self, exchange: RowExchange, moment: Literal["begun", "waited for"]) -> None:
-        """As RowExchange calls it: what was recorded last is the message."""
+        """Notes where a message begins or is waited for. RowExchange calls it; the last operation is the message."""
         if moment == "begun":
             self.under_way[id(exchange)] = len(self.ops) - 1
         else:
@@ -26,11 +26,12 @@ class Messages:
 
 
 def hide(ops: Sequence[Op], waits: Sequence[tuple[int, int]], rates: Rates) -> list[Op]:
-    """The operations, of whose messages that are not waited for at once a share is hidden.
+    """The operations, with the share of each message's time that computation hides set as its work's ``hidden``.
 
-    Messages go one after another, each when it is given and those before have arrived; all else is computed in order,
-    as fast as without them. What is waited for counts with the message that is: one of which the wait is also for those
-    before it has a share below zero, and they, waited for later, are hidden whole.
+    ``waits`` are pairs of places in ``ops``: a message, and the operation before which it is waited for. Messages are
+    sent one after another, each when it is begun and those before have arrived; everything else is computed in order,
+    as fast as without messages. A wait counts with the message that is waited for. Where that is also a wait for
+    messages sent before, the share is below zero, and those, waited for later, are hidden completely.
     """
     waits_at: dict[int, list[int]] = {}
     for message, place in waits:

@@ -1,6 +1,6 @@
-"""When each pass of a pipeline's step begins and ends: the schedule's actions in its own order, nothing overlapped.
+"""Simulates when each pass of a pipeline's step begins and ends: the schedule's actions in order, without overlap.
 
-Held to real processes whose passes only wait: tests/multiprocess/test_plan_bubble.py.
+tests/multiprocess/test_plan_bubble.py compares it with real processes whose passes only wait.
 """
 
 from collections import ChainMap
@@ -14,7 +14,7 @@ from parallel.pipeline.schedule import Action, action_slots
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one micro-batch through one stage of a position. Hidden states take ``hop`` to another position."""
+    """Seconds of one micro-batch's passes through one stage, and ``hop``, those of sending its hidden states on."""
 
     forward: float
     backward: float  # both halves: of inputs and of weights
@@ -22,7 +22,7 @@ class Passes:
 
 
 class Span(NamedTuple):
-    """When a position computes one pass: seconds since the step's first one."""
+    """One pass at a position: when it begins and ends, in seconds since the step began."""
 
     action: Action
     begin: float
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Simulated:
-    """By position: when its last pass ends, how long it computes in all, and each of its passes in order."""
+    """For each pipeline position: when its last pass ends, how long it computes in all, and its passes in order."""
 
     ends: list[float]
     busy: list[float]
@@ -45,9 +45,9 @@ class Simulated:
 
 
 def simulate(config: PipelineConfig, passes: Sequence[Passes], n_micro_batches: int) -> Simulated:
-    """A step's passes. Positions begin together; each takes its actions one by one, when what they need has arrived.
+    """A step's passes in time. All positions begin together; each runs an action as soon as its inputs have arrived.
 
-    What two paired actions make is sent after the second one, as torch does. Sending itself keeps no position waiting.
+    The results of two paired actions are sent after the second one, as torch does. Sending does not block the sender.
     """
     pp = len(passes)
     if pp == 1:
@@ -79,7 +79,7 @@ def slot_spans(
     ranks: Sequence[int],
     passes: Sequence[Passes],
 ) -> list[Span] | None:
-    """When a position computes the actions of a slot; None where something that they need is not made yet."""
+    """The spans of a slot's actions at a position, from ``now`` on; None where one of their inputs is not there yet."""
     found: list[Span] = []
     for action in slot:
         made = ChainMap({each.action: each.end for each in found}, done) if found else done
@@ -104,9 +104,9 @@ def alone(passes: Passes, n_micro_batches: int) -> list[Span]:
 
 
 def seconds_of(action: Action, passes: Passes) -> float:
-    """What an action takes; of a backward pass in two parts, each half: torch computes as many products in both.
+    """Seconds of an action. The two parts of a split backward pass take half of it each: both have as many products.
 
-    The first stage has nothing to send back, so torch leaves all of its backward pass to the part of the weights.
+    The first stage has no gradient to send back, so torch computes all of its backward pass in the weights' part.
     """
     match action.kind:
         case "F":
@@ -124,7 +124,7 @@ def seconds_of(action: Action, passes: Passes) -> float:
 def arrival(
     action: Action, done: Mapping[Action, float], ranks: Sequence[int], passes: Sequence[Passes]
 ) -> float | None:
-    """When what an action needs is there; None where it is not made yet."""
+    """The moment at which an action's input is at its position; None where it is not computed yet."""
     kind, stage, number = action
     if kind == "W":
         return done.get(Action("I", stage, number))
@@ -141,7 +141,7 @@ def arrival(
 
 
 def sent(made: float | None, source: int, target: int, ranks: Sequence[int], passes: Sequence[Passes]) -> float | None:
-    """When what a stage made is at another one's position."""
+    """The moment at which a stage's result, computed at ``made``, is at another stage's position."""
     if made is None or ranks[source] == ranks[target]:
         return made
     return made + passes[ranks[source]].hop

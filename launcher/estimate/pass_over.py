@@ -1,4 +1,4 @@
-"""One micro-batch forward and backward through a rank's part of the model, at its true size, without memory."""
+"""Traces one micro-batch forward and backward through a rank's part of the model, at its true size, without memory."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -42,17 +42,17 @@ class Traced:
     ops: list[Op]
     memory: Memory
     mesh: Mesh
-    host_bytes: Mapping[Phase, int]  # copied to the host and back, beside the operations
-    # a message that runs beside operations, and the one before which it is waited for
+    host_bytes: Mapping[Phase, int]  # activations copied to the host or back in each phase, beside the operations
+    # places in ops of each message that runs beside operations, and of the operation before which it is waited for
     waits: list[tuple[int, int]] = field(default_factory=list)
 
 
 def trace_rank(
     config: RunConfig, world_size: int, rank: int, clock: Callable[[Op | None], float] | None = None
 ) -> Traced:
-    """What the rank asks of a GPU for one micro-batch. Expert parallelism sends the same to each rank.
+    """The operations and memory of one micro-batch on a rank, with experts evenly loaded.
 
-    The device must be open (launcher.estimate.device). ``clock``: as in Recorder.
+    The device must be open (launcher.estimate.device). ``clock`` gives the time after each operation, as for Recorder.
     """
     with contextlib.ExitStack() as stack:
         if world_size > 1:
@@ -62,7 +62,7 @@ def trace_rank(
         batch = batch_of(config, mesh)
         mode = stack.enter_context(FakeTensorMode())
         dtype = DTYPES[config.train.stored]
-        adopt = lambda parameter, place: None  # noqa: E731 -- nobody adopts
+        adopt = lambda parameter, place: None  # noqa: E731 -- there is no engine that takes over parameters
         train, fuse = config.train, fuse_of(config.train.compile, GPU.type)
         stay = sharding_for(config.parallel, train.stored).weights_stay
         products = products_of(train.precision, fuse, keeps_weights=train.fp8_keep_weights)
@@ -75,7 +75,7 @@ def trace_rank(
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
-        if train.fp8_keep_weights:  # the recorded micro-batch is not a step's first one, whose messages are not told
+        if train.fp8_keep_weights:  # the micro-batch to record must not be a step's first, which cuts weights to 8 bits
             there_and_back(model, batch, inputs)
             messages.waits.clear()
         regions = stack.enter_context(Regions().of(model))
@@ -88,7 +88,7 @@ def trace_rank(
 
 
 def inputs_of(model: Decoder, batch: MicroBatch, d_model: int, dtype: torch.dtype) -> Tensor:
-    """What enters this part of the decoder: tokens, or the hidden states that another stage sent."""
+    """The inputs of this part of the decoder: tokens, or the hidden states that another stage sent."""
     if model.embed is not None and model.takes_tokens:
         return batch.tokens_BS
     model.takes_tokens = False
@@ -97,7 +97,7 @@ def inputs_of(model: Decoder, batch: MicroBatch, d_model: int, dtype: torch.dtyp
 
 
 def there_and_back(model: Decoder, batch: MicroBatch, inputs: Tensor) -> None:
-    """A micro-batch's two passes through the part of a decoder that is here."""
+    """Runs a micro-batch's forward and backward pass through this part of the decoder."""
     has_head = model.head is not None
     out = model(inputs, batch.context, batch.targets_BS if has_head else None, ahead=batch.ahead if has_head else ())
     end = out.loss if has_head else out.hidden_BSD
@@ -106,14 +106,14 @@ def there_and_back(model: Decoder, batch: MicroBatch, inputs: Tensor) -> None:
 
 
 def take_gradient(weight: Tensor) -> None:
-    """Drops a weight's gradient as soon as it is whole: ZeRO adds it to its own sums then."""
+    """Drops a weight's gradient as soon as it is whole, when ZeRO would add it to its own sums."""
     weight.grad = None
 
 
 def spread_evenly(
     model: Decoder, batch: MicroBatch, mesh: Mesh, parallel: ParallelConfig, watch: Watch | None = None
 ) -> None:
-    """Has each rank of ep send the same number of rows to each other: no router's choices are at hand."""
+    """Makes each ep rank send the same number of rows to every other, since routers' choices have no values here."""
     if mesh.ep.degree == 1:
         return
     n_tokens = batch.context.between_layers.positions_BS.numel()
@@ -132,7 +132,7 @@ def spread_evenly(
 
 
 def even(n_rows: int) -> RowSizes:
-    """Equal numbers of rows from and to each rank, which sum to ``n_rows`` each; and for each of its experts."""
+    """A function that gives expert dispatch its row counts: ``n_rows`` sent and as many received, evenly divided."""
 
     def sizes(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
         rows = [evenly(each, len(theirs_NE)) for each in shares(n_rows, parts)]
@@ -142,11 +142,11 @@ def even(n_rows: int) -> RowSizes:
 
 
 def shares(n_rows: int, parts: Sequence[int]) -> list[int]:
-    """Of ``n_rows``, which are dealt evenly to experts, those of each chunk: ``parts`` says how many experts it has."""
+    """The rows of each chunk of experts, of ``n_rows`` dealt evenly to experts; ``parts`` are the chunks' experts."""
     ends = [n_rows * sum(parts[: number + 1]) // sum(parts) for number in range(len(parts))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def evenly(n_rows: int, n_ranks: int) -> list[int]:
-    """Parts that differ by one at most."""
+    """``n_rows`` divided among the ranks into parts that differ by one at most."""
     return [n_rows // n_ranks + (rank < n_rows % n_ranks) for rank in range(n_ranks)]

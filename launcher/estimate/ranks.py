@@ -1,4 +1,4 @@
-"""One rank of a world that is not there: its mesh, whose groups move nothing."""
+"""A process as one rank of a world that does not exist, with a mesh whose process groups move nothing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from parallel.mesh import AXES, Axis, Degrees, Mesh, lone_mesh
 
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a world whose communications move nothing: for what a rank begins, not for values."""
+    """Makes this process a rank of a world whose collectives move nothing, while the context lasts."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -24,7 +24,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(is_asked_for: bool) -> Iterator[None]:
-    """Torch's switch as train.deterministic sets it, while the context lasts: kernels are chosen by it."""
+    """Sets torch's switch for deterministic algorithms, by which kernels are chosen, while the context lasts."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(is_asked_for)
     try:
@@ -34,7 +34,7 @@ def deterministic(is_asked_for: bool) -> Iterator[None]:
 
 
 def mesh_of(parallel: ParallelConfig, world_size: int, rank: int, device: torch.device) -> Mesh:
-    """The rank's mesh; within ``as_rank``, but for a lone rank that needs no groups."""
+    """The rank's mesh. To be called within ``as_rank``, unless the rank is alone and needs no groups."""
     if world_size == 1 and not dist.is_initialized():
         return lone_mesh(device)
     degrees, axes, groups = Degrees.of(parallel, world_size), {}, {}

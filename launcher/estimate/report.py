@@ -1,4 +1,4 @@
-"""The report, the trace and the picture of an estimate."""
+"""The report, the trace and the picture of an estimated training step."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ TRACE = "trace-estimate.json.gz"
 
 
 def write_estimate(estimate: Estimate, out: Path) -> dict[str, Any]:
-    """Writes OUT's trace and picture, and returns the report."""
+    """Writes a trace and a picture of the estimate's memory into the folder ``out``, and returns the report as JSON."""
     report = report_of(estimate)
     out.mkdir(parents=True, exist_ok=True)
     config = estimate.config
@@ -31,7 +31,7 @@ def write_estimate(estimate: Estimate, out: Path) -> dict[str, Any]:
 
 
 def report_of(estimate: Estimate) -> dict[str, Any]:
-    """The report, in the form of a measured one."""
+    """The report as JSON, with the fields of a report of a measured step (launcher.profile.report)."""
     config, train = estimate.config, estimate.config.train
     tokens = train.global_batch_size * config.data.seq_len
     flops = flops_per_token(config.model, config.data.seq_len) * tokens
@@ -61,7 +61,7 @@ def report_of(estimate: Estimate) -> dict[str, Any]:
 
 
 def says(estimate: Estimate, tokens: int, mfu: float, peak_bytes: int) -> list[str]:
-    """What precedes the table."""
+    """The lines of text before the table: what was estimated, from what, at which rates, and whether it fits."""
     config, gpus, hardware = estimate.config, estimate.world_size, estimate.hardware
     reached = hardware.efficiency
     where = f", pipeline position {estimate.pp_rank} (the slowest)" if config.parallel.pp > 1 else ""
@@ -87,7 +87,7 @@ def says(estimate: Estimate, tokens: int, mfu: float, peak_bytes: int) -> list[s
 
 
 def trace_events(estimate: Estimate) -> Iterator[dict[str, Any]]:
-    """One micro-batch and then the update, one operation after another, as Perfetto reads it; microseconds."""
+    """Trace events, in Perfetto's format and microseconds, of one micro-batch and then the update, without overlap."""
     name = f"estimate for {estimate.hardware.name}, no measurement"
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}}
     for thread, title in enumerate(("operations", "parts")):

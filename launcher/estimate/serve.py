@@ -1,4 +1,4 @@
-"""A process that traces for a command: a request comes in as JSON, the answer goes out as JSON."""
+"""The main part of a process that traces for a command: it reads a request as JSON and prints the answer as JSON."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def serve(answer_to: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def open_named_device(option: str, gpu: str, remedy: str) -> None:
-    """Makes the CUDA device that the process traces on, and hushes what libraries then log about it.
+    """Makes the CUDA device that the process traces on, and silences what libraries then log about it.
 
     Raises UserError, which names ``option`` and ``gpu`` and ends in ``remedy``, where no device can be made.
     """

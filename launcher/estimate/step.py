@@ -1,11 +1,11 @@
-"""What one training step takes on GPUs that are not there: traced passes, closed forms for the rest, and stated rates.
+"""Estimates the time of a training step on GPUs that are not there: traced passes, closed forms, and stated rates.
 
-What a rank sends and the optimizer's update come on top of the passes, but for two things. Tokens on their way to
-experts take time where they are waited for (launcher.estimate.messages): with parallel.ep_overlap what is computed
-meanwhile hides them, with parallel.ep_chunks the experts of other chunks do. Activations that go to the host and back
-(train.offload_activations) take time where that is longer than the pass that they go beside. What runs beside each
-other is taken to slow nothing down; what parallel.tp_overlap hides counts. So this is what the step takes as it is
-written, on kernels of the stated efficiency; it is no measurement.
+The passes of one micro-batch are traced; the optimizer's update and the communication outside of the passes are added
+by closed forms. Nothing overlaps, not even what parallel.tp_overlap would hide, but for two things. Expert dispatch
+takes time only where it is waited for (launcher.estimate.messages): with parallel.ep_overlap other computation hides
+it, and with parallel.ep_chunks the experts of other chunks do. Copies of activations to the host and back
+(train.offload_activations) take time only beyond that of the pass beside which they run. What runs at the same time is
+assumed not to slow each other down. So this is an estimate for kernels of the stated efficiency, and no measurement.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,12 +33,15 @@ from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.config import chunks
 from parallel.zero.ways import sharding_for
 
-GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "ZeRO": "replicas"}  # an axis of a part, and its ranks
+GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "ZeRO": "replicas"}  # axis of a part -> group in Degrees
 
 
 @dataclass
 class Estimate:
-    """One training step on the slowest pipeline position. ``traced`` is one micro-batch of it, ``update`` the rest."""
+    """The estimate of one training step on a rank of one pipeline position.
+
+    ``traced`` is one micro-batch, and ``update`` all operations besides, of a micro-batch or of the whole step.
+    """
 
     config: RunConfig
     hardware: Hardware
@@ -63,7 +66,10 @@ class Estimate:
 def estimate_step(
     config: RunConfig, world_size: int, hardware: Hardware, tell: Callable[[str], None] = lambda line: None
 ) -> Estimate:
-    """The step of the pipeline position that takes longest; the others wait for it. The device must be open."""
+    """The estimate of the pipeline position that takes longest, for which the others wait.
+
+    The device must be open (launcher.estimate.device). Raises UserError where the config cannot be estimated.
+    """
     check_known(config)
     found: list[Estimate] = []
     for pp_rank, ranks in enumerate(Degrees.of(config.parallel, world_size).stages()):
@@ -74,7 +80,7 @@ def estimate_step(
 
 
 def check_known(config: RunConfig) -> None:
-    """Refuses what has no estimate. Raises UserError."""
+    """Raises UserError where the optimizer, or the precision with experts, cannot be estimated."""
     if config.optimizer.takes_whole_matrices and config.optimizer.matrix_work(1, 1) is None:
         rule = f"optimizer.name={config.optimizer.name} has no estimate: its matrix_work counts no products"
         raise UserError([f"{rule}; try optimizer.name=adamw"])
@@ -88,7 +94,7 @@ def check_known(config: RunConfig) -> None:
 
 
 def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: int, hardware: Hardware) -> Estimate:
-    """The estimate of one rank."""
+    """The estimate of one rank at pipeline position ``pp_rank``. The device must be open."""
     step = step_of_rank(config, world_size, pp_rank)
     degrees = Degrees.of(config.parallel, world_size)
     rates = hardware.rates(near(degrees, rank, max(1, config.slurm.n_tasks_per_node)))
@@ -130,9 +136,9 @@ def estimate_position(config: RunConfig, world_size: int, pp_rank: int, rank: in
 
 
 def copies_left(traced: Traced, rates: Rates) -> Iterator[Op]:
-    """Of the copies to the host and back, which run beside a micro-batch's passes, what takes longer than its pass.
+    """The part of a micro-batch's copies to the host and back that takes longer than the pass beside which they run.
 
-    None where the hardware has no rate for them.
+    Nothing where the hardware has no rate for them.
     """
     passes: dict[Phase, tuple[Phase, ...]] = {"forward": ("forward",), "backward": ("recompute", "backward")}
     for phase, theirs in passes.items() if COPIES in rates.wires else ():
@@ -143,7 +149,7 @@ def copies_left(traced: Traced, rates: Rates) -> Iterator[Op]:
 
 
 def near(degrees: Degrees, rank: int, n_per_node: int) -> dict[str, bool]:
-    """Part -> whether the rank's partners on its axis are on its own node."""
+    """For each part of communication, whether all the rank's partners are on its own node."""
     found = {"communication: metrics": degrees.world_size <= n_per_node}
     for axis, group in GROUPS.items():
         line = next(line for line in degrees.lines(group) if rank in line)
@@ -156,7 +162,10 @@ ACCUMULATE = "a micro-batch's gradients added up"
 
 
 def update_ops(step: Step, states: States) -> list[Op]:
-    """What ZeRO and the optimizer read and write in a step, each number once: a lower bound, as of fused kernels."""
+    """The operations of ZeRO and the optimizer in a step, with each number read and written once, as by fused kernels.
+
+    That is a lower bound. Operations named ACCUMULATE are those of one micro-batch.
+    """
     n_gradients = states.gradients // FP32_BYTES
     if step.parallel.offload_optimizer:
         return [*sum_ops(step, n_gradients), *host_ops(step), *cut_ops(step)]
@@ -173,7 +182,7 @@ def update_ops(step: Step, states: States) -> list[Op]:
 
 
 def matrix_ops(step: Step) -> Iterator[Op]:
-    """What the busiest rank computes of whole matrices, where the update needs them."""
+    """The matrix products of the rank that has the most of them, where the update needs whole matrices, as Muon's."""
     for (rows, columns), n in busiest_owner(step).items():
         work = step.optimizer.matrix_work(rows, columns)
         if work is not None and n:
@@ -182,23 +191,23 @@ def matrix_ops(step: Step) -> Iterator[Op]:
 
 
 def cut_ops(step: Step) -> Iterator[Op]:
-    """Kept weights cut to 8 bits, once a step: read once for their rows, twice for their transposes."""
+    """The cast of kept weights to 8 bits once a step, which reads them once for rows and twice for transposes."""
     n_elements = cut_bytes(step) // CUT
     if n_elements:
         yield moved("weights cut to 8 bits", "optimizer", n_elements * (3 * step.element_bytes + CUT))
 
 
 def host_ops(step: Step) -> Iterator[Op]:
-    """What goes to an optimizer on the host and comes back. The update itself is the host's: nobody knows its time."""
+    """The copies to an optimizer on the host and back. The time of its update on the host is not known."""
     updated = updated_elements(step)
     for name, n_bytes in (("gradients to the host", FP32_BYTES), ("weights from the host", step.element_bytes)):
         yield Op(Work(name, "wire", None, 0, 0, float(updated * n_bytes), "copy", 0), COPIES, "update")
 
 
 def sum_ops(step: Step, n_gradients: int) -> Iterator[Op]:
-    """One micro-batch's gradients into their fp32 sums, in the mean of a step's; and the sums set to zero before.
+    """The addition of one micro-batch's gradients to fp32 sums, as the mean over a step, and setting these to zero.
 
-    Where none is set to zero, a step's first gradients are written over the last step's sums, and no sum is read.
+    Where sums are not set to zero, a step's first gradients overwrite the last step's sums, which are not read.
     """
     n_weights, part = sum(step.weights.values()), "gradients: sums"
     sharding = sharding_for(step.parallel, step.precision)
@@ -221,7 +230,10 @@ def moved(name: str, part: str, n_bytes: int) -> Op:
 
 
 def wire_ops(step: Step, mesh: Mesh) -> Iterator[Op]:
-    """What the rank sends besides its passes: gradients and weights over its replicas, hidden states over pp."""
+    """The communication that traced passes lack: gradients and weights among replicas, sums over tp, pp's messages.
+
+    Raises UserError for a ZeRO stage of which the traffic is not known.
+    """
     tp_sums = around_ring("all-reduce", FP32_BYTES * elements_summed_over_tp(step), step.parallel.tp)
     try:
         terms = [
@@ -241,16 +253,20 @@ def wire_ops(step: Step, mesh: Mesh) -> Iterator[Op]:
 
 
 def bubble_seconds(config: RunConfig, micro_batch_seconds: float) -> float:
-    """What a rank of a pipeline waits at the ends of a step: (pp - 1) micro-batches, over the stages a rank holds.
+    """Seconds that a pipeline's rank waits at the ends of a step: (pp - 1) micro-batches, over the stages of a rank.
 
-    Narayanan et al. 2021 (arXiv:2104.04473, section 2.2). For zero-bubble schedules it is an upper bound.
+    This is the formula of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2). For zero-bubble schedules it is an
+    upper bound.
     """
     pp = config.parallel.pp
     return 0.0 if pp == 1 else (pp - 1) * micro_batch_seconds / chunks(config.parallel.pipeline)
 
 
 def whole_memory(estimate: Estimate) -> Memory:
-    """The micro-batch's memory, with what ZeRO holds from step to step beneath."""
+    """The micro-batch's memory with the masters, optimizer states and gradient sums added, which ZeRO keeps.
+
+    The traced memory is changed in place, so call this once.
+    """
     memory, states = estimate.traced.memory, estimate.states
     kept = {"masters": states.masters, "optimizer state": states.optimizer, "gradients": states.gradients}
     for now in (*memory.held, memory.at_peak):

@@ -1,9 +1,9 @@
-"""What a program reads from tensors that have no values: what is known of them, or an answer that lets it go on.
+"""Answers for code that reads values of fake tensors, which have none: the true value if known, or a harmless one.
 
-The training step is run over fake tensors. It asks a few of them for values: how many rows an all-to-all moves, whether
-a gradient overflowed, which pairs of a sequence see each other. Whole numbers that follow from the batch alone are
-computed for real, beside the fake tensors that stand for them on the device; all others get an answer of a step in
-which all is well.
+The training step is run over fake tensors, and reads values of a few of them: how many rows an all-to-all moves,
+whether a gradient overflowed, which pairs of a sequence see each other. Whole numbers that follow from the batch alone
+are computed for real, beside the fake tensors that stand for them on the device. For all others the answer is that of a
+step in which nothing goes wrong.
 """
 
 from collections.abc import Sequence
@@ -17,26 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LARGEST = 1 << 22  # numbers of a tensor whose values are followed; a mask of more pairs decides nothing here
+LARGEST = 1 << 22  # the most elements of a tensor whose values are followed; nothing here depends on larger masks
 FACTORIES = frozenset(("aten::arange", "aten::zeros", "aten::ones", "aten::full"))
 SHAPED_BY_VALUES = frozenset(("aten::nonzero", "aten::repeat_interleave", "aten::masked_select", "aten::_unique2"))
 GROUPED = "aten::_grouped_mm"
-FUSED_SGD = "aten::_fused_sgd_"  # torch 2.13 has no rule of it for fake tensors; it writes in place, and makes nothing
+FUSED_SGD = "aten::_fused_sgd_"  # torch 2.13 has no rule for it over fake tensors; it writes in place, returns nothing
 
 
 def is_whole(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds whole numbers or truths."""
+    """Whether a dtype holds integers or booleans."""
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def makes_whole(args: Any, kwargs: Any) -> bool:
-    """Whether an operation that is given no tensor makes whole numbers: it is asked to, or counts by such."""
+    """Whether an operation without input tensors makes integers: by its dtype, or because all its arguments are ints."""
     dtype = kwargs.get("dtype")
     return is_whole(dtype) if dtype is not None else all(isinstance(each, int) for each in args)
 
 
 class KnownValues(TorchDispatchMode):
-    """Within a FakeTensorMode: follows whole numbers through operations, and answers for values that nobody knows."""
+    """A mode within FakeTensorMode that follows integers through operations, and answers for unknown values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class KnownValues(TorchDispatchMode):
         return out
 
     def values_of(self, func: Any, name: str, given: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """What an operation makes of known whole numbers; None where it makes others, or one is not known."""
+        """The true results of an operation on known integers; None where an input is unknown or a result no integer."""
         if not given and name not in FACTORIES:
             return None
         if name.startswith("c10d") or any(not is_whole(each.dtype) or each.numel() > LARGEST for each in given):
@@ -96,7 +96,7 @@ class KnownValues(TorchDispatchMode):
         return values if all(is_whole(each.dtype) and each.numel() <= LARGEST for each in made) else None
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor that has some."""
+        """The values of a tensor: those known of a fake one, or the real tensor itself."""
         return self.known[tensor] if isinstance(tensor, FakeTensor) else tensor
 
     def learn(self, out: Any, values: Any) -> None:
@@ -106,7 +106,7 @@ class KnownValues(TorchDispatchMode):
                 self.known[fake] = value
 
     def answer(self, tensor: Tensor) -> bool | int | float:
-        """The value of one number."""
+        """The value of a tensor of one element: the known one, or else that of ``unknown``."""
         value = self.known.get(tensor) if isinstance(tensor, FakeTensor) else None
         if value is not None:
             with unset_fake_temporarily():
@@ -115,7 +115,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def unknown(dtype: torch.dtype) -> bool | int | float:
-    """What is said of a number that nobody knows: no flag is set (bool, uint8), and all else is one."""
+    """The answer for an unknown number: no flag is set (False for bool, 0 for uint8), and any other number is 1."""
     if dtype in (torch.bool, torch.uint8):
         return dtype != torch.bool and 0
     return 1.0 if dtype.is_floating_point else 1
@@ -132,7 +132,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def grouped_product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
-    """What a grouped product makes, without values: torch's own rule for fake tensors takes bf16 alone.
+    """The result of a grouped product as a tensor without values; torch's rule for fake tensors takes only bf16.
 
     Rows times a matrix for each group, (R, I) x (E, I, O) -> (R, O); or rows times rows, (M, R) x (R, N) -> (E, M, N).
     """
@@ -142,7 +142,7 @@ def grouped_product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class KnownAnswers(TorchFunctionMode):
-    """What Python asks of a whole tensor: its numbers as a list or an array, and where they lie."""
+    """A mode that answers ``tolist``, ``numpy`` and ``data_ptr`` of fake tensors, by known values or ``unknown``."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()

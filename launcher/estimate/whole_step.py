@@ -1,7 +1,7 @@
-"""One rank's training step as `train` runs it, DeepSpeed and all, over tensors that have neither memory nor values.
+"""The memory of one rank's training step as `train` runs it, DeepSpeed included, traced over fake tensors.
 
-The engine is built at its true size in a world whose communications move nothing, and runs two steps: in the first
-one buffers are made that stay, and ZeRO 3 learns the order of the modules. The second one is looked at.
+The engine is built at its true size in a world whose collectives move nothing, and runs two steps. In the first one
+lasting buffers are allocated and ZeRO 3 learns the order of the modules; the second one is measured.
 """
 
 import contextlib
@@ -43,30 +43,31 @@ from parallel.sizes import DEFAULT_SIZES, Sizes
 from parallel.zero.fragments import Share
 from parallel.zero.weights import HeldWeight
 
-ON_GPU = dataclasses.replace(DEFAULT_SIZES, row_multiple=1, chunk_logits=CUDA_CHUNK_LOGITS)  # what CUDA takes
+ON_GPU = dataclasses.replace(DEFAULT_SIZES, row_multiple=1, chunk_logits=CUDA_CHUNK_LOGITS)  # the sizes used on CUDA
 
 
 @dataclass
 class StepMemory:
-    """Bytes at the moment of the most."""
+    """The bytes of a rank's tensors in a step, at the moment at which they are the most."""
 
-    at_peak: dict[str, int]  # by what they are for
-    phase: str  # in which that is
+    at_peak: dict[str, int]  # bytes by purpose, at that moment
+    phase: str  # the phase of the step in which that moment lies
     between_steps: int
-    host: int = 0  # of the host, that activations wait in
+    host: int = 0  # bytes of the host's memory in which offloaded activations wait
 
     @property
     def peak(self) -> int:
-        """Bytes of everything at the moment of the most."""
+        """The largest number of bytes held at once."""
         return sum(self.at_peak.values())
 
 
 def measure_memory(
     config: RunConfig, world_size: int, rank: int, device: torch.device, sizes: Sizes, imbalance: float = 1.0
 ) -> StepMemory:
-    """The most that a rank's tensors hold at once in a step. ``imbalance``: rows that arrive over ep, over the mean's.
+    """The memory of a rank's tensors in a step of the config's largest batch.
 
-    To be called in a process without a process group. The step's batch is the config's largest one.
+    ``imbalance`` is the number of rows that arrive over ep, as a multiple of the mean. To be called in a process
+    without a process group, with ``device`` open where it is a CUDA device.
     """
     samples, state, known = WholeSequences(config), TrainState(), KnownValues()
     with fake_rank(config, world_size, rank, device, known) as mesh, Ledger(device.type) as ledger:
@@ -94,9 +95,9 @@ def measure_memory(
 def fake_rank(
     config: RunConfig, world_size: int, rank: int, device: torch.device, known: KnownValues
 ) -> Iterator[Mesh]:
-    """This process as a rank of `train`, in a world whose communications move nothing; all tensors made in it are fake.
+    """Makes this process a rank of `train` in a world whose collectives move nothing; all tensors made in it are fake.
 
-    ``known``: what answers for their values. To be entered in a process without a process group.
+    ``known`` answers for their values. To be entered in a process without a process group. Yields the rank's mesh.
     """
     import parallel.zero.matrices as dealt
     import parallel.zero.patches as patches
@@ -120,7 +121,7 @@ def fake_rank(
 
 
 def known_shares(config: RunConfig, world_size: int, mesh: Mesh) -> Callable[..., list[list[tuple[int, int]]]]:
-    """In place of what the ranks tell each other of which elements they update: its closed form."""
+    """A stand-in for the exchange in which ranks learn which elements each of them updates: it computes the same."""
     step = step_of_rank(config, world_size, mesh.pp.rank)
 
     def shares_of_all(held: Sequence[tuple[HeldWeight, Share | None]], axis: Axis) -> list[list[tuple[int, int]]]:
@@ -132,19 +133,19 @@ def known_shares(config: RunConfig, world_size: int, mesh: Mesh) -> Callable[...
 
 @dataclass
 class Sent:
-    """A message on its way, whose tensors live until it is waited for, as those of gloo do."""
+    """A message under way, which keeps its tensors alive until it is waited for, as gloo's messages do."""
 
     tensors: list[Tensor]
 
     def wait(self) -> None:
-        """Ends the message: its tensors need not live any longer."""
+        """Ends the message, and releases its tensors."""
         self.tensors.clear()
 
 
 def sends_that_hold(begin: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """``begin`` of torch's schedules, which wait for what a pipeline has sent at the end of a step, or at the next hop.
+    """``begin`` (torch's ``_batch_p2p``), extended so that sent tensors live until the schedule waits for them.
 
-    The group that stands for others in a trace sends nothing, so it holds nothing either.
+    Real messages keep their tensors until then. The fake process group sends nothing, and would hold nothing.
     """
 
     def begun(ops: list[dist.P2POp], *rest: Any, **named: Any) -> list[Any]:
@@ -154,11 +155,11 @@ def sends_that_hold(begin: Callable[..., list[Any]]) -> Callable[..., list[Any]]
 
 
 def leave_as_they_are(first: Tensor, second: Tensor) -> None:
-    """In place of the exchange by which a module's ``to`` replaces fake weights by themselves."""
+    """Does nothing. It replaces ``swap_tensors``, with which a module's ``to`` exchanges fake weights for themselves."""
 
 
 def without_driver() -> dict[str, Any]:
-    """In place of what torch asks a GPU's driver, by name: a Hopper GPU without a name, of which nothing is in use."""
+    """Replacements, by name, for functions of torch.cuda that need a driver: a nameless Hopper GPU, its memory unused."""
     nameless = SimpleNamespace(name="", total_memory=0)
     return {
         "get_device_capability": lambda device=None: (9, 0),
@@ -173,7 +174,7 @@ def without_driver() -> dict[str, Any]:
 
 
 def lasting(engine: WatchedEngine) -> dict[str, list[Tensor]]:
-    """What an engine holds between steps."""
+    """The tensors that an engine keeps between steps: weights, masters and optimizer state."""
     states = [value for each in engine.base.state.values() for value in each.values() if isinstance(value, Tensor)]
     return {
         "weights": [*engine.model.parameters(), *engine.kept_weights().values()],
@@ -183,7 +184,7 @@ def lasting(engine: WatchedEngine) -> dict[str, list[Tensor]]:
 
 
 def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, imbalance: float) -> None:
-    """Has this rank send equal numbers of rows to each rank of ep, and receive ``imbalance`` times as many."""
+    """Makes this rank send equal numbers of rows to every ep rank, and receive ``imbalance`` times as many."""
     if mesh.ep.degree == 1 or config.model.moe is None:
         return
     tokens = config.train.micro_batch_size * config.data.seq_len // (mesh.cp.degree * mesh.tp.degree)
@@ -200,7 +201,7 @@ def route(engine: WatchedEngine, config: RunConfig, mesh: Mesh, sizes: Sizes, im
 
 
 def row_sizes(n_rows: int, imbalance: float) -> RowSizes:
-    """``n_rows`` rows sent evenly, and ``imbalance`` times as many received."""
+    """A function that gives expert dispatch its row counts: ``n_rows`` sent, ``imbalance`` times as many received."""
 
     def sizes(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
         both = (n_rows, round(imbalance * n_rows))

@@ -1,4 +1,4 @@
-"""What a finished run says of plans for its hardware: its measured steps and memory beside its own plan."""
+"""Calibration of plans by a finished run: its measured step time and memory, beside what plans say of that run."""
 
 import datetime
 from pathlib import Path
@@ -17,16 +17,16 @@ from launcher.trace.hardware import Hardware, known_hardware, read_hardware
 from launcher.training.run_dir import saved_config
 from launcher.training.run_parts import CONFIG, METRICS, check_parts
 
-WARM = 5  # steps of a start that are left out: compilers, the allocator, files that nobody has read yet
-FEWEST = 20  # steps whose median says something
+WARM = 5  # first steps of a start, which are left out: compilers, the allocator and unread files make them slow
+FEWEST = 20  # steps that a median needs
 GIB = 2**30
 
 
 def measure_run(path: Path, gpu: str | None) -> tuple[Correction, list[str]]:
-    """The correction that a run makes, and remarks on what it leaves out. Nothing is written.
+    """The correction that follows from the finished run at ``path``, and remarks on what it leaves out. Writes nothing.
 
-    ``gpu``: the hardware's file or name; None: the one that torch named the run's device by. Raises UserError where the
-    run has too few steps, or ran on something else.
+    ``gpu`` is the hardware's file or name; with None, the known hardware with the device name that torch gave the run.
+    Raises UserError where ``path`` is no trained run, has too few steps, or ran on other hardware.
     """
     check_parts(path, METRICS, CONFIG)
     config, rows = saved_config(path), read_run(path / METRICS)
@@ -62,7 +62,7 @@ def measure_run(path: Path, gpu: str | None) -> tuple[Correction, list[str]]:
 
 
 def hardware_of(path: Path, start: Start, gpu: str | None) -> Hardware:
-    """The file of what the run ran on. Raises UserError where it is another, or there is none."""
+    """The hardware that the run ran on. Raises UserError where ``gpu`` is another device, or no known file has it."""
     device = start.event.get("device")
     if gpu is not None:
         hardware = read_hardware(gpu, "--gpu")
@@ -78,7 +78,10 @@ def hardware_of(path: Path, start: Start, gpu: str | None) -> Hardware:
 
 
 def steps_of(path: Path, config: RunConfig, rows: RunRows, start: Start) -> np.ndarray:
-    """Which updates count: of the last start, warm, with the whole batch. Raises UserError where they are too few."""
+    """A mask (N,) of the steps to measure: of the last start, after warm-up, with the whole batch size.
+
+    Raises UserError where there are too few.
+    """
     chosen_N = (rows.steps > start.step + WARM) & np.isfinite(rows.columns.get(STEP, np.zeros(len(rows.steps))))
     if config.train.batch_ramp is not None and "batch_size" in rows.columns:
         chosen_N &= rows.columns["batch_size"] == config.train.batches.sizes[-1]
@@ -89,7 +92,7 @@ def steps_of(path: Path, config: RunConfig, rows: RunRows, start: Start) -> np.n
 
 
 def step_seconds(rows: RunRows) -> np.ndarray:
-    """Seconds of each step without what it waited for its samples, which no plan has."""
+    """Seconds of each step (N,) without the wait for its samples, which plans do not contain."""
     waited_N = rows.columns.get("loader_wait_seconds", np.zeros(len(rows.steps)))
     return rows.columns[STEP] - np.nan_to_num(waited_N)
 
@@ -97,7 +100,10 @@ def step_seconds(rows: RunRows) -> np.ndarray:
 def plans_of(
     path: Path, config: RunConfig, ranks: int, hardware: Hardware, gpu: str
 ) -> tuple[dict[Engine, dict[str, float]], list[str]]:
-    """What each way to plan says of the run's first rank, uncorrected; and why one says nothing."""
+    """Uncorrected plans of the run's first rank by each way of planning (step seconds, tensor bytes), and remarks.
+
+    A remark says why a plan by traced operations is missing.
+    """
     from launcher.plan.quick import first_position
 
     found: dict[Engine, dict[str, float]] = {"closed_forms": first_position(config, ranks, hardware)}

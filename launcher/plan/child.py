@@ -12,7 +12,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """The plan, as JSON. Raises UserError where there can be none."""
+    """The plan as JSON. Raises UserError where the config or the hardware is wrong, or there is no C++ compiler."""
     open_named_device("--gpu", request["gpu"], "install one, or give CXX")
     from launcher.config.checked import load_checked
     from launcher.estimate.forecast import forecast

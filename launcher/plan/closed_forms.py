@@ -12,14 +12,14 @@ from parallel.mesh import Degrees
 
 
 def describe_model(config: RunConfig) -> dict[str, Any]:
-    """Parameters, and the FLOPs of training on a token (closed form, as mfu counts them)."""
+    """Numbers of parameters, and the FLOPs of training on one token by the closed form that MFU uses."""
     counts = count_parameters(config.model)
     flops = flops_per_token(config.model, config.data.seq_len)
     return {"parameters": counts.total, "active_parameters": counts.active, "flops_per_token": flops}
 
 
 def describe_layout(config: RunConfig, n_ranks: int) -> dict[str, Any]:
-    """The axes' degrees, how a step's batch is spread, and what layers compute again."""
+    """The axes' degrees, the ZeRO stage, a rank's micro-batches in a step, and which layers recompute activations."""
     degrees, train = Degrees.of(config.parallel, n_ranks), config.train
     axes = {axis: getattr(degrees, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")}
     micro_batches = train.global_batch_size // (degrees.dp * train.micro_batch_size)
@@ -29,7 +29,7 @@ def describe_layout(config: RunConfig, n_ranks: int) -> dict[str, Any]:
 
 
 def describe_memory(config: RunConfig, n_ranks: int) -> list[dict[str, Any]]:
-    """One row for each pipeline position: its ranks, what each of them computes with, and its bytes by part."""
+    """One row for each pipeline position: its first and last rank, what each holds in words, and its bytes by part."""
     rows = []
     for pp_rank, ranks in enumerate(Degrees.of(config.parallel, n_ranks).stages()):
         step = step_of_rank(config, n_ranks, pp_rank)
@@ -60,7 +60,7 @@ def step_of_rank(config: RunConfig, n_ranks: int, pp_rank: int) -> Step:
 
 
 def holdings(step: Step) -> str:
-    """Which layers and which part of them, in words."""
+    """The layers that a rank holds, and which share of experts, heads and vocabulary, in words."""
     model, parallel = step.model, step.parallel
     spans = [f"{part.layers[0]}-{part.layers[-1]}" for part in step.parts]
     words = ["embedding"] if step.has_embedding else []

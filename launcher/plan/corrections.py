@@ -1,4 +1,4 @@
-"""What measured runs correct of plans for their hardware: kept in one file of the user's, each with its origin."""
+"""Corrections of plans by measured runs on the same hardware, kept in one file of the user, each with its origin."""
 
 import dataclasses
 import io
@@ -22,17 +22,17 @@ HEAD = "# Written by `roundtable plan --calibrate RUN`; `roundtable plan --forge
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What one run measured, beside what it had been planned to take without any correction."""
+    """What one run measured, beside what uncorrected plans say of that run."""
 
-    name: str  # of the run, with the beginning of its config's hash
+    name: str  # the run's name and the beginning of its config's hash
     run: str  # its directory
-    date: str  # of the calibration: 2026-11-23
+    date: str  # of the calibration, as 2026-11-23
     config_sha256: str
-    hardware: str  # the GPU's file
-    device: str  # as torch names it
+    hardware: str  # the name of the GPU's hardware file
+    device: str  # the device's name in torch
     gpus: int
     kind: Literal["dense", "MoE"]
-    steps: int  # whose median was taken
+    steps: int  # the number of steps whose median was taken
     measured: Mapping[str, float]  # term -> value
     planned: Mapping[Engine, Mapping[str, float]]  # engine -> term -> value
 
@@ -43,19 +43,19 @@ class Correction:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, in words."""
+        """The run, date, GPUs, kind of model, config and steps that the correction comes from, in words."""
         gpus = f"{self.gpus} {self.hardware}"
         return f"{self.name} ({self.date}, {gpus}, {self.kind}, config {self.config_sha256}, {self.steps} steps)"
 
 
 def corrections_file() -> Path:
-    """Where they are kept: in the folder that XDG_CONFIG_HOME names, or ~/.config."""
+    """The path of the file of corrections: roundtable/calibrations.yaml in XDG_CONFIG_HOME, or in ~/.config."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(folder) / "roundtable" / "calibrations.yaml"
 
 
 def read_corrections() -> list[Correction]:
-    """All of them; none where there is no file. Raises UserError where the file is not what was written."""
+    """All corrections kept so far; none where there is no file. Raises UserError where the file holds anything else."""
     path = corrections_file()
     if not os.path.isfile(path):
         return []
@@ -69,7 +69,7 @@ def read_corrections() -> list[Correction]:
 
 
 def _read(row: Any) -> Correction | None:
-    """One part of the file; None where it is none."""
+    """One row of the file as a correction; None where it is not one."""
     fields = {each.name: each for each in dataclasses.fields(Correction)}
     if not isinstance(row, Mapping) or row.keys() != fields.keys() or row["kind"] not in ("dense", "MoE"):
         return None
@@ -91,13 +91,16 @@ def _is_amount(value: Any) -> bool:
 
 
 def keep(correction: Correction) -> Path:
-    """Adds one, in place of an earlier one of its name; returns the file. Raises UserError where it cannot be."""
+    """Adds a correction to the file, replacing one of the same name, and returns the file's path.
+
+    Raises UserError where the file cannot be read or written.
+    """
     others = [each for each in read_corrections() if each.name != correction.name]
     return _write([*others, correction])
 
 
 def forget(name: str) -> Path:
-    """Removes one; returns the file. Raises UserError where there is none of that name."""
+    """Removes a correction from the file and returns the file's path. Raises UserError where none has that name."""
     found = read_corrections()
     if name not in {each.name for each in found}:
         known = ", ".join(each.name for each in found) or "none"
@@ -125,7 +128,7 @@ def _write(corrections: Sequence[Correction]) -> Path:
 
 @dataclass(frozen=True)
 class Factors:
-    """By what a plan is multiplied, and the runs that say so."""
+    """The factors by which a plan's time and memory are multiplied, and the runs that they come from."""
 
     step: float = 1.0
     memory: float = 1.0
@@ -136,12 +139,15 @@ class Factors:
 
     @property
     def words(self) -> str:
-        """The factors and where they come from, in a line."""
+        """The factors and the runs that they come from, in one line."""
         return f"corrected: time x {self.step:.3f}, memory of tensors x {self.memory:.3f}, by {'; '.join(self.origins)}"
 
 
 def factors_for(hardware: str, kind: str, engine: Engine) -> Factors:
-    """The geometric means of what runs of this kind (dense or MoE) on this hardware say. Raises UserError."""
+    """The geometric means of measured over planned, by all corrections of this kind (dense or MoE) on this hardware.
+
+    They are 1 where there are none. Raises UserError where the file of corrections is damaged.
+    """
     mine = [each for each in read_corrections() if each.hardware == hardware and each.kind == kind]
     ratios = {term: [ratio for each in mine if (ratio := each.ratio(engine, term))] for term in (STEP, MEMORY)}
     origins = [each.origin for each in mine if any(each.ratio(engine, term) for term in (STEP, MEMORY))]
@@ -153,7 +159,7 @@ def _mean(ratios: Sequence[float]) -> float:
 
 
 def corrected(plan: dict[str, Any], factors: Factors) -> dict[str, Any]:
-    """A traced plan as JSON, with all that follows from its time and memory; and what it was before."""
+    """A traced plan (JSON) with time, memory and all that follows from them corrected, and the values before that."""
     if not factors:
         return plan
     step, memory = factors.step, factors.memory

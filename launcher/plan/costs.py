@@ -1,4 +1,4 @@
-"""What a run takes from start to end at a planned speed: hours, energy, money."""
+"""The cost of a run from start to end at a planned speed: hours, energy and money."""
 
 import math
 from typing import Any
@@ -18,10 +18,10 @@ def tokens_of(config: RunConfig) -> int:
 def run_costs(
     tokens: int, tokens_per_second: float, n_gpus: int, watts: float | None, price: float | None
 ) -> dict[str, float | None]:
-    """Hours of the run, GPU-hours, kWh and cost, without restarts, checkpoints and evaluations.
+    """The run's hours, GPU-hours, kWh and cost, without restarts, checkpoints and evaluations.
 
-    ``watts`` of one GPU's board, drawn all the time: an upper bound for the boards, without hosts, network and cooling.
-    ``price`` of one GPU's hour. What follows from a None is None.
+    ``watts`` is the power of one GPU's board, taken as drawn all the time: an upper bound for the boards, without
+    hosts, network and cooling. ``price`` is that of a GPU-hour. Energy without watts and cost without a price are None.
     """
     hours = tokens / tokens_per_second / HOUR
     gpu_hours = hours * n_gpus
@@ -36,7 +36,7 @@ def run_costs(
 
 
 def check_price(price: float | None) -> None:
-    """Refuses a price that is none. Raises UserError."""
+    """Raises UserError where the price is given but is not a finite number of at least 0."""
     if price is not None and not (math.isfinite(price) and price >= 0):
         rule = "must be a number of at least 0: what one GPU costs in an hour, in any currency"
         raise UserError([f"--price-per-gpu-hour={price:g} {rule}; try 2.5"])

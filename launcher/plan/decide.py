@@ -1,4 +1,4 @@
-"""Traces decide among a search's best layouts: closed forms have left out the rest, and rank what is not traced."""
+"""Reorders the best layouts of a search by traces, each in a process of its own, as far as there is time for them."""
 
 import json
 import subprocess
@@ -18,14 +18,14 @@ from launcher.plan.ask import CHILD
 from launcher.plan.corrections import corrected, factors_for
 from launcher.plan.search import Found, Searched, overrides_of
 
-AT_ONCE = 2  # traces that run beside each other
+AT_ONCE = 2  # traces that run at the same time
 PAUSE_SECONDS = 0.05
 WHOLE_SECONDS = 50.0  # of a search with its traces: the command itself starts and ends within the rest of a minute
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of tracing one layout: its plan, or why there is none."""
+    """The result of tracing one layout: its plan, or the reason why there is none."""
 
     plan: dict[str, Any] | None = None
     fits: bool = True
@@ -52,10 +52,10 @@ def decide(
     n_traces: int,
     seconds: float,
 ) -> list[Verdict]:
-    """Traces the first layouts within ``seconds``, and puts those that were traced in the order of the traces.
+    """Traces the first ``n_traces`` layouts of ``found.best`` within ``seconds``, and reorders that list by the traces.
 
-    Those that were not keep their places; those that do not fit, by their trace, go to the end. Returns a verdict for
-    each layout, in the new order.
+    Layouts that were not traced keep their places; those that do not fit, by their trace, go to the end. Returns a
+    verdict for each layout, in the new order.
     """
     chosen = found.best[:n_traces]
     changes = [overrides_of(each.config, found.given) for each in chosen]
@@ -67,7 +67,7 @@ def decide(
 
 
 def judged(verdict: Verdict, config: RunConfig, part: Gpu) -> Verdict:
-    """A trace's figures as runs have corrected them, and whether its memory fits, by the rule of the closed forms."""
+    """A trace's figures with measured runs' corrections, and whether its memory fits, by the closed forms' rule."""
     if verdict.plan is None:
         return verdict
     kind = "dense" if config.model.moe is None else "MoE"
@@ -78,7 +78,10 @@ def judged(verdict: Verdict, config: RunConfig, part: Gpu) -> Verdict:
 
 
 def in_order(best: Sequence[Found], verdicts: Sequence[Verdict]) -> tuple[list[Found], list[Verdict]]:
-    """The layouts and their verdicts: places of traced ones that fit are filled anew, the fastest first."""
+    """The layouts and their verdicts in a new order: traced ones that fit share their places, the fastest first.
+
+    Layouts that were not traced keep their places; those that do not fit come last.
+    """
     rows = list(zip(best, verdicts, strict=True))
     fitting = [row for row in rows if row[1].fits]
     ranked = iter(sorted((row for row in fitting if row[1].plan is not None), key=lambda row: seconds_of(row[1])))
@@ -88,7 +91,7 @@ def in_order(best: Sequence[Found], verdicts: Sequence[Verdict]) -> tuple[list[F
 
 
 def seconds_of(verdict: Verdict) -> float:
-    """Seconds of a step, as the layout's trace has them."""
+    """Seconds of a step by the layout's trace."""
     assert verdict.plan is not None
     return verdict.plan["step_seconds"]
 
@@ -96,7 +99,7 @@ def seconds_of(verdict: Verdict) -> float:
 def traced(
     changes: Sequence[list[str]], path: Path, overrides: Sequence[str], gpu: str, n_gpus: int, seconds: float
 ) -> list[Verdict]:
-    """Each layout's plan by a process of its own, ``AT_ONCE`` beside each other, none beyond ``seconds`` from now."""
+    """Each layout's plan by a process of its own, ``AT_ONCE`` at a time. After ``seconds`` the unfinished are ended."""
     began, waiting, running = time.monotonic(), list(range(len(changes))), list[Child]()
     found = [Verdict(reason=f"no time was left of {WHOLE_SECONDS:g} s") for _ in changes]
     try:
@@ -136,7 +139,7 @@ def started(number: int, overrides: Sequence[str], path: Path, gpu: str, n_gpus:
 
 
 def answer_of(child: Child) -> Verdict:
-    """What a process that has ended has found."""
+    """The verdict of a process that has ended: its plan, or why it has none."""
     with child.answer as file:
         file.seek(0)
         out = file.read().decode()
@@ -147,7 +150,10 @@ def answer_of(child: Child) -> Verdict:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """What a layout's row says of its trace; GB are 2^30 bytes, with what lies outside of tensors, as in the row."""
+    """The fields ``trace`` and ``not_traced`` of a layout's row in JSON.
+
+    GB are 2^30 bytes and include memory outside of tensors.
+    """
     if verdict.plan is None:
         return {"trace": None, "not_traced": verdict.reason}
     plan = verdict.plan

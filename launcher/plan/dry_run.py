@@ -34,14 +34,14 @@ from parallel.processes.world import world_size_from_environment
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a start looks at: all is well, or its lines."""
+    """One check of a start: its name, and a line for each problem; none where all is well."""
 
     name: str
     problems: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, check: Callable[[], object]) -> "Check":
-        """What came of calling ``check``, which raises where something is wrong."""
+        """The result of calling ``check``, which raises UserError or DataError where something is wrong."""
         try:
             check()
         except (UserError, DataError) as error:
@@ -50,9 +50,9 @@ class Check:
 
 
 def dry_run(path: Path, overrides: Sequence[str], ranks: int | None, *, as_json: bool) -> int:
-    """Prints the checks and the sizes of the run that `train` would start; under srun or torchrun, on rank 0.
+    """Prints the checks and the sizes of the run that `train` would start; under srun or torchrun, rank 0 alone prints.
 
-    Raises UserError with every problem, after printing what could be said nevertheless.
+    Returns 0. Raises UserError with every problem, after printing what could be found out nevertheless.
     """
     job_size = world_size_from_environment()
     if job_size is not None:
@@ -74,12 +74,12 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int | None, *, as_json:
 
 
 def first_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process of a job is the one that speaks."""
+    """Whether this process is rank 0 of its job, by the environment that torchrun or Slurm sets."""
     return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
 
 
 def check_all(config: RunConfig, path: Path, *, in_job: bool) -> list[Check]:
-    """What `train` looks at once the config is in order, in its order."""
+    """The checks that `train` makes after that of the config, in the same order."""
     checks = [Check.of(name, lambda check=check: check(config)) for name, check in start_checks().items()]
     if not in_job:
         checks.append(Check.of("the run directory's parts, and no other start", lambda: check_run_dir(config)))
@@ -90,7 +90,10 @@ def check_all(config: RunConfig, path: Path, *, in_job: bool) -> list[Check]:
 
 
 def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
-    """Token files can be opened; on one machine, those that are not there can be prepared."""
+    """Checks that token files can be opened, or that missing ones can be prepared (in a job they have to be there).
+
+    Raises UserError or DataError where they cannot.
+    """
     from data.prepared import find_prepared
 
     if in_job:
@@ -103,7 +106,7 @@ def check_data(config: RunConfig, path: Path, *, in_job: bool) -> None:
 
 
 def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any]:
-    """The run's sizes and what failed, as `--json` prints them."""
+    """The run's sizes by section, as `--json` prints them; a section whose check is in ``failed`` may be None."""
     resume = None if "checkpoint.dir" in failed else describe_resume(config)
     return {
         "run_dir": str(config.run_path),
@@ -117,7 +120,7 @@ def describe(config: RunConfig, n_ranks: int, failed: set[str]) -> dict[str, Any
 
 
 def describe_disk(config: RunConfig) -> dict[str, Any]:
-    """A checkpoint's size, the most of them at once, and the room that they need and have (null at a URL)."""
+    """A checkpoint's size, how many may exist at once, and the bytes they need and that are free (None at a URL)."""
     location = config.checkpoint_location
     found = {"checkpoints": location, "checkpoint_bytes": round(checkpoint_gib(config) * 2**30)}
     if is_remote(location):
@@ -129,7 +132,7 @@ def describe_disk(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SoFar:
-    """What a run has taken of its data when it goes on: with batches of its own, whatever the config has now."""
+    """The samples that a resumed run has taken so far, whose steps may have had other batch sizes than the config's."""
 
     step: int = 0
     consumed: int = 0  # where the next sample lies in the order of samples
@@ -137,17 +140,17 @@ class SoFar:
 
     @property
     def taken(self) -> int:
-        """Samples that its steps took."""
+        """The number of samples that the steps so far took, without the skipped ones."""
         return self.consumed - sum(last - first for first, last in hopped_ranges(0, self.consumed, self.skipped))
 
     def to_come(self, config: RunConfig) -> int:
-        """Samples that the steps from here to the run's last one take."""
+        """The number of samples that the steps from here to the run's last one will take."""
         batches = config.train.batches
         return max(0, batches.samples_in(config.train.steps) - batches.samples_in(self.step))
 
 
 def so_far(config: RunConfig, resume: Mapping[str, Any] | None) -> SoFar:
-    """What the checkpoint that the run goes on from says; nothing where there is none."""
+    """The progress that the checkpoint to resume from holds; that of step 0 where there is none."""
     newest = newest_manifest(config) if resume is not None and resume["step"] else None
     if newest is None or resume is None or newest.step != resume["step"]:
         return SoFar()
@@ -156,9 +159,9 @@ def so_far(config: RunConfig, resume: Mapping[str, Any] | None) -> SoFar:
 
 
 def describe_data(config: RunConfig, done: SoFar) -> dict[str, Any]:
-    """Tokens of the run, and of each source its epochs; where token files are missing, what would be prepared.
+    """The run's tokens, and each source's epochs or, where token files are missing, what would be prepared.
 
-    ``done`` is told apart where its steps took other batches than the config has.
+    Steps that were made with other batches than the config's are listed under ``before``.
     """
     from data.prepared import find_prepared
 
@@ -181,9 +184,9 @@ def describe_data(config: RunConfig, done: SoFar) -> dict[str, Any]:
 
 
 def epochs_of_sources(config: RunConfig, done: SoFar) -> list[dict[str, Any]]:
-    """Each source's share of the run's samples, its own samples, steps to an epoch of it, and epochs in the whole run.
+    """One row for each source: its share of the run's samples, its samples, steps to an epoch of it, epochs in the run.
 
-    Steps to an epoch are null where a stage or a cap leaves the source before that.
+    The steps to an epoch are None where a stage ends, or a cap is reached, before the source was read once.
     """
     from data.dataset import open_dataset
 
@@ -202,9 +205,9 @@ def epochs_of_sources(config: RunConfig, done: SoFar) -> list[dict[str, Any]]:
 
 
 def to_prepare(config: RunConfig) -> list[dict[str, Any]]:
-    """What `prepare` would read for each source that is not finished; amounts are null for a Hugging Face dataset.
+    """What `prepare` would read for each source that is not finished; amounts are None for a Hugging Face dataset.
 
-    Raises DataError as `prepare` would, before it creates anything.
+    Raises DataError in the cases in which `prepare` refuses to begin, such as missing files or too little room.
     """
     from data.prepare import check_room, plan_sources
     from data.sources import is_hugging_face, is_raw
@@ -238,7 +241,7 @@ def describe_resume(config: RunConfig) -> dict[str, Any]:
 
 
 def print_dry_run(found: dict[str, Any], as_json: bool) -> None:
-    """The report: JSON, or as people read it."""
+    """Prints the report as JSON or as tables."""
     if as_json:
         say(json.dumps(found, indent=2))
         return

@@ -1,8 +1,8 @@
-"""What a rank holds of the training state, in bytes, from the config and the layout alone.
+"""The bytes of training state that a rank holds, from the config and the layout alone.
 
-Counted is what stays from micro-batch to micro-batch: tests compare it with the tensors of running engines. Not counted
-are activations, one micro-batch's gradients in 16 bits, weights gathered for a while (ZeRO 3) and buffers of
-communication, of which DeepSpeed's largest, for reducing gradients, takes up to REDUCTION_BYTES.
+Only what stays from one micro-batch to the next is counted; tests compare it with the tensors of running engines. Not
+counted are activations, one micro-batch's gradients in 16 bits, weights that ZeRO 3 gathers for a while, and
+communication buffers, of which DeepSpeed's largest, for reducing gradients, takes up to REDUCTION_BYTES.
 """
 
 import math
@@ -20,20 +20,20 @@ REDUCTION_BYTES = DEFAULT_SIZES.bucket * FP32_BYTES
 class Memory:
     """Bytes of one rank's training state by part. Masters are 0 where the optimizer updates the weights themselves."""
 
-    weights: int  # in the dtype of the forward pass, and in 8 bits where those are kept (train.fp8_keep_weights)
+    weights: int  # in the forward pass's dtype, and in 8 bits too where that copy is kept (train.fp8_keep_weights)
     masters: int  # the fp32 weights that the optimizer updates
     optimizer: int  # its states, fp32
     gradients: int  # fp32 sums over the micro-batches
-    host: int = 0  # in the host's memory: masters and optimizer states that are offloaded, and their gradients
+    host: int = 0  # in the host's memory: offloaded masters and optimizer states, and the gradients for them
 
     @property
     def total(self) -> int:
-        """Bytes of all parts of the device's memory."""
+        """The bytes of all parts in the device's memory, so without ``host``."""
         return self.weights + self.masters + self.optimizer + self.gradients
 
 
 def rank_memory(step: Step) -> Memory:
-    """What each dp, cp, tp and ep rank of the step's pipeline position holds."""
+    """The training state of each rank at the step's pipeline position, the same for all its dp, cp, tp and ep ranks."""
     whole = sum(step.weights.values())
     share = sum(_share(step, n, names) for _, n, names in replicated(step))
     weights = step.element_bytes * _weight_elements(step) + cut_bytes(step)
@@ -47,7 +47,7 @@ def rank_memory(step: Step) -> Memory:
 
 
 def cut_bytes(step: Step) -> int:
-    """Bytes of a rank's weights in 8 bits: a byte an element along either side, and an fp32 factor of each row."""
+    """Bytes of the 8-bit copies of a rank's weights: one scaled by rows and one by columns, and their fp32 factors."""
     if not step.keeps_cut_weights:
         return 0
     found = 0
@@ -68,7 +68,7 @@ def updated_elements(step: Step) -> int:
 
 
 def _state_elements(step: Step) -> int:
-    """Elements of the optimizer's states: of whole weights under ZeRO 0, else of what this rank updates."""
+    """Elements of the optimizer's states: for whole weights under ZeRO 0, else for the part that this rank updates."""
     if step.parallel.zero == 0:
         return sum(count * len(step.states_of(name)) for name, count in step.weights.items())
     return sum(
@@ -86,7 +86,7 @@ def _share(step: Step, n: int, names: list[str]) -> int:
 
 
 def _weight_elements(step: Step) -> int:
-    """Elements that the forward pass keeps: all, padded as ZeRO 1 and 2 do, or ZeRO 3's part and its small weights."""
+    """Elements of weights kept for the forward pass: all (padded by ZeRO 1 and 2), or ZeRO 3's part and small ones."""
     match step.parallel.zero:
         case 0:
             return sum(step.weights.values())
@@ -97,15 +97,15 @@ def _weight_elements(step: Step) -> int:
 
 
 def _kept_whole(step: Step, n: int, names: list[str]) -> int:
-    """Elements of the small weights that ZeRO 3 keeps gathered beside its part of them; on one rank they are one."""
+    """Elements of the small weights that ZeRO 3 keeps gathered beside its part of them; 0 on a rank that holds all."""
     small = (step.weights[name] for name in names if step.weights[name] <= DEFAULT_SIZES.persistent)
     return sum(padded(count, n) for count in small) if n > 1 else 0
 
 
 def _gradient_elements(step: Step, share: int) -> int:
-    """Elements summed over the micro-batches: this rank's part under ZeRO 2 and 3, without a pipeline; or all.
+    """Elements of the gradients' sums over micro-batches: of this rank's part, or of all its weights.
 
-    ZeRO 1 sums a part too where it reduces each micro-batch's gradients.
+    It is the part under ZeRO 2 and 3 without a pipeline, and wherever each micro-batch's gradients are reduced.
     """
     zero, whole = step.parallel.zero, sum(step.weights.values())
     if (zero >= 2 and step.parallel.pp == 1) or step.scatters:

@@ -1,7 +1,7 @@
-"""A run of ours by closed forms, in milliseconds: for what cannot wait for a trace (a start, a submission).
+"""A plan of a Roundtable run by closed forms, computed in milliseconds, where a trace would take too long.
 
-What stays from step to step is counted from the engine's own layout (launcher.plan.memory); activations and logits are
-those of launcher.closed_form.memory, and the time is that of launcher.closed_form.seconds.
+It is used when a run starts or is submitted. Training state is counted from the engine's own layout
+(launcher.plan.memory), activations and logits by launcher.closed_form.memory, the time by launcher.closed_form.seconds.
 """
 
 import math
@@ -25,12 +25,12 @@ PASSING = ("activations", "head's gradient", "logits")
 MATRICES = "whole matrices of the update"
 GRADIENTS = "a micro-batch's gradients, ZeRO's buffers"
 DRIVER_SHARE = 0.99  # of a GPU's memory that a process can have
-ANY_GPU = "H100"  # memory by part does not depend on it
+ANY_GPU = "H100"  # stands in where no GPU is given: memory by part does not depend on it
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank's tensors, by part; ``left`` is a share."""
+    """Bytes of one rank's tensors, by part; ``left`` and ``scattered`` are factors."""
 
     weights: float
     masters: float
@@ -38,15 +38,15 @@ class Held:
     gradients: float  # sums over the micro-batches
     buffers: float  # one micro-batch's gradients, and what they are reduced through
     activations: float
-    head: float  # the gradient of its weights, which waits for the first of the rest's
+    head: float  # the gradient of the head's weights, which waits until other gradients are there
     logits: float
-    left: float  # of activations and the head's gradient, when gradients are first reduced
-    matrices: float = 0.0  # whole for a while, in an update that needs them so
-    scattered: float = 1.0  # what PASSING takes in memory, over what it holds
+    left: float  # the share of activations and the head's gradient that is there when gradients are first reduced
+    matrices: float = 0.0  # whole matrices that exist during an update such as Muon's
+    scattered: float = 1.0  # the memory that the parts in PASSING take, over the bytes of their tensors
 
     @property
     def pieces(self) -> float:
-        """What lies free between tensors that come and go within a step."""
+        """Bytes that lie unused between tensors which are allocated and freed within a step."""
         parts = self.parts()
         return (self.scattered - 1) * sum(parts.get(name, 0.0) for name in PASSING)
 
@@ -77,7 +77,7 @@ class Held:
 
 
 def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held:
-    """What the ranks of a pipeline position hold."""
+    """The bytes that each rank of a pipeline position holds, by part."""
     assert job.ours is not None
     step = step_of_rank(config, world_size, position)
     state, n_weights = rank_memory(step), sum(step.weights.values())
@@ -97,37 +97,38 @@ def held_by(config: RunConfig, world_size: int, job: Job, position: int) -> Held
 
 
 def fullest(config: RunConfig, world_size: int, job: Job) -> Held:
-    """The position that holds most."""
+    """The bytes by part at the pipeline position that holds most."""
     found = (held_by(config, world_size, job, each) for each in unlike_positions(job))
     return max(found, key=lambda each: each.total)
 
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that a rank has, and what lies in it besides the plan's tensors. Bytes."""
+    """The memory that a rank has, in bytes, and what else takes of it besides the plan's tensors."""
 
     n_bytes: float
-    outside: float  # libraries, contexts
-    reserved: float  # what the allocator takes, over what tensors hold
-    scattered: float = 1.0  # the same of tensors that come and go within a step
-    chunk_logits: int = CUDA_CHUNK_LOGITS  # as many logits the head makes at a time
+    outside: float  # bytes of libraries and contexts
+    reserved: float  # a factor: what the allocator takes, over what tensors hold
+    scattered: float = 1.0  # that factor for tensors which are allocated and freed within a step
+    chunk_logits: int = CUDA_CHUNK_LOGITS  # the number of logits that the head computes at a time
 
 
 def room_on(hardware: Hardware) -> Room:
-    """A GPU's, with what published runs had outside of their tensors (docs/plan-table.md)."""
+    """The memory of a GPU, with the share that published runs had outside of their tensors (docs/plan-table.md)."""
     known = fitted().memory
     return Room(DRIVER_SHARE * hardware.memory_gb * GIB, known["outside"] * GIB, known["reserved"])
 
 
 def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, room: Room | None) -> dict[str, Any]:
-    """The plan; bytes and seconds. Seconds are None without ``hardware``, the chance to fit without ``room``.
+    """The plan by closed forms: bytes and seconds, and the chance that it fits into ``room``.
 
-    Corrected by what runs on the hardware have measured. Raises CannotPlan where the hardware lacks the precision.
+    ``step_seconds`` is None without ``hardware``, and ``chance_to_fit`` without ``room``. Both are corrected by
+    measured runs on the hardware. Raises CannotPlan where the hardware lacks the precision.
     """
     job, gpu = job_on(config, world_size, hardware)
     assert job.ours is not None
     changes = {} if room is None else {"chunk_logits": room.chunk_logits}
-    if hardware is None:  # on a CPU a piece has few scores
+    if hardware is None:  # a CPU, on which attention computes few scores at a time
         changes["scores"] = 0
     job = replace(job, ours=replace(job.ours, **changes))
     held = replace(fullest(config, world_size, job), scattered=room.scattered if room is not None else 1.0)
@@ -148,21 +149,21 @@ def quick_plan(config: RunConfig, world_size: int, hardware: Hardware | None, ro
 
 
 def job_on(config: RunConfig, world_size: int, hardware: Hardware | None) -> tuple[Job, Gpu]:
-    """The job of the closed forms, and its GPU; any where none is given."""
+    """The config as a job of the closed forms, and the GPU that it runs on (ANY_GPU where no hardware is given)."""
     per_node = min(max(1, config.slurm.n_tasks_per_node), world_size)
     gpu = gpu_like(hardware or read_hardware(ANY_GPU), per_node)
     return job_of_config(config, world_size, gpu, per_node), gpu
 
 
 def first_position(config: RunConfig, world_size: int, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step and bytes of the first rank's tensors, uncorrected, by the names of the corrections' terms."""
+    """Uncorrected seconds of a step and bytes of the first rank's tensors, under the keys STEP and MEMORY."""
     job, gpu = job_on(config, world_size, hardware)
     held = held_by(config, world_size, job, 0)
     return {STEP: seconds_of(job, gpu, 1.0)["step_seconds"], MEMORY: float(held.total)}
 
 
 def seconds_of(job: Job, gpu: Gpu, factor: float) -> dict[str, Any]:
-    """The time of a step with its interval, times a correction."""
+    """The seconds of a step, in all and by part, with their interval, and tokens a second; all with ``factor``."""
     parts = {name: seconds * factor for name, seconds in seconds_by_part(job, gpu).items()}
     seconds = sum(parts.values())
     low, high = (math.exp(each) for each in fitted().intervals["dense" if job.kind == "dense" else "MoE"])
@@ -176,7 +177,7 @@ def seconds_of(job: Job, gpu: Gpu, factor: float) -> dict[str, Any]:
 
 
 def fit_of(tensor_bytes: float, room: Room) -> dict[str, Any]:
-    """The peak with its interval, and the chance that it fits."""
+    """The peak of memory with its interval, and the chance that it fits into ``room``."""
     peak, interval = tensor_bytes * room.reserved + room.outside, fitted().intervals["memory"]
     less, more = (math.exp(each) for each in interval)
     return {

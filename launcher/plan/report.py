@@ -1,4 +1,4 @@
-"""A forecast as JSON, and as people read it."""
+"""A traced plan as JSON, and printed as tables."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from modeling.counts import flops_per_token
 
 GB = 1e9
 
-Bar = tuple[str, int, int, float, float]  # kind, stage, micro-batch, begin, end; of an update stage and number are -1
+Bar = tuple[str, int, int, float, float]  # kind, stage, micro-batch, begin, end; an update has stage and number -1
 
 
 def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
-    """All figures, unrounded: bytes, seconds. ``price``: of a GPU-hour."""
+    """All figures of a plan, unrounded, in bytes and seconds. ``price`` is that of a GPU-hour."""
     config, train, seconds = found.config, found.config.train, found.step_seconds
     size = train.batches.sizes[-1]
     tokens_per_step, tokens = size * config.data.seq_len, tokens_of(config)
@@ -64,7 +64,7 @@ def report_of(found: Forecast, price: float | None = None) -> dict[str, Any]:
 
 
 def position_json(position: Position) -> dict[str, Any]:
-    """What the plan's JSON holds of one pipeline position."""
+    """One pipeline position's memory and times, as the plan's JSON holds them."""
     memory, passes = position.memory, position.passes
     return {
         "rank": position.rank,
@@ -79,7 +79,7 @@ def position_json(position: Position) -> dict[str, Any]:
 
 
 def parts_json(found: Forecast, slowest: int) -> dict[str, float]:
-    """Seconds of a step by part at the position that computes longest; its waiting is what remains of the step."""
+    """Seconds of a step by part at the position that computes longest; what remains of the step is its waiting."""
     parts: dict[str, float] = {}
     for (part, _), each in found.positions[slowest].time.sums.items():
         if part not in (BUBBLE, "communication: pp"):
@@ -90,7 +90,7 @@ def parts_json(found: Forecast, slowest: int) -> dict[str, float]:
 
 
 def bars_of(order: Simulated, updates: Sequence[float]) -> list[list[Bar]]:
-    """By position: its passes that take time, then what it does once a step."""
+    """The bars of each pipeline position: its passes that take any time, then the update."""
     rows: list[list[Bar]] = []
     for spans, end, update in zip(order.spans, order.ends, updates, strict=True):
         row: list[Bar] = [
@@ -101,12 +101,12 @@ def bars_of(order: Simulated, updates: Sequence[float]) -> list[list[Bar]]:
 
 
 def gb(n_bytes: float) -> str:
-    """Bytes in GB of 10^9, as GPUs' data sheets have them."""
+    """Bytes as text in GB of 10^9, the unit of GPUs' data sheets."""
     return f"{n_bytes / GB:,.2f}"
 
 
 def print_plan(plan: dict[str, Any]) -> None:
-    """The tables and the verdict."""
+    """Prints the tables of memory and time, and whether the plan fits."""
     console = wide_console()
     fullest, slowest = plan["fullest_position"], plan["slowest_position"]
     position = plan["positions"][fullest]
@@ -149,7 +149,7 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 
 def offload_line(plan: dict[str, Any]) -> str:
-    """What activations on the host take there, and of the time."""
+    """A line on offloaded activations: the host memory that they take, and the time of their copies."""
     host, sent = plan["host_bytes"], max(plan["host_copy_bytes"].values(), default=0)
     whole = f"{gb(host)} GB of page-locked memory a rank, {gb(host * plan['gpus_per_node'])} a node"
     rate = plan["host_rate"]
@@ -160,7 +160,7 @@ def offload_line(plan: dict[str, Any]) -> str:
 
 
 def speed_line(plan: dict[str, Any]) -> str:
-    """A line with the step's time, MFU and bubble."""
+    """A line with tokens a second, MFU, and the pipeline's idle share."""
     bubble = f", pipeline idle {plan['bubble_share']:.1%} of the passes" if len(plan["positions"]) > 1 else ""
     return f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}{bubble}"
 

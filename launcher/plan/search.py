@@ -1,4 +1,4 @@
-"""The layouts that a config may have on a number of GPUs, planned by closed forms and ranked by the time of a step."""
+"""Search for the fastest layouts of a config on a number of GPUs, planned by closed forms."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ from parallel.pipeline.config import SCHEDULES, Interleaved, OneFOneB, PipelineC
 
 MOST_PP = 64
 MOST_CP = 32
-FEWEST_POSITIONS = 2048  # of a sequence on a rank of cp: fewer leave attention nothing to do
+FEWEST_POSITIONS = 2048  # the least part of a sequence on a cp rank: with less, attention has too little to do
 MOST_CHUNKS = 4
-SAME = 1e-3  # times that differ by less are alike
-RECOMPUTE = MODES  # what each costs grows in this order, and what it holds falls
-# What some layouts do not have (launcher.config.layout_rules.with_switches).
+SAME = 1e-3  # relative difference below which two times count as equal
+RECOMPUTE = MODES  # in this order the time of recomputation grows, and the memory of activations falls
+# Switches that some layouts cannot have (launcher.config.layout_rules.with_switches).
 SWITCHES = ("grad_reduce", "grad_reduce_dtype", "offload_optimizer", "tp_overlap", "ep_chunks")
 
 
 @dataclass(frozen=True)
 class Found:
-    """One layout that fits."""
+    """One layout that fits, with its planned seconds a step and peak of memory."""
 
     config: RunConfig
     seconds: float
@@ -40,7 +40,7 @@ class Found:
 
 @dataclass
 class Searched:
-    """The best layouts of the config ``given``, the fastest first; how many were planned, how many did not fit."""
+    """The best layouts for the config ``given``, the fastest first, and how many were planned and did not fit."""
 
     given: RunConfig
     best: list[Found]
@@ -49,7 +49,7 @@ class Searched:
 
 
 def search(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, n_best: int = 10) -> Searched:
-    """The fastest layouts that the rules of the config check allow and whose memory fits."""
+    """The ``n_best`` fastest layouts that the config's rules allow and whose memory fits; equal times go by memory."""
     fitting: list[Found] = []
     n_planned = n_unfit = 0
     factor = factors_of(config, gpu).memory
@@ -89,7 +89,7 @@ def layouts(config: RunConfig, n_gpus: int, per_node: int) -> Iterator[RunConfig
 
 
 def variants(config: RunConfig, asked: ParallelConfig, n_gpus: int) -> Iterator[RunConfig]:
-    """A legal layout with each stage of ZeRO and each schedule that may go with it, and the switches asked for."""
+    """A legal layout with each ZeRO stage and pipeline schedule that is legal for it, and ``asked``'s switches."""
     alone = n_gpus == config.parallel.tp * config.parallel.pp
     stages = (1,) if alone else (1, 2, 3)
     for zero in stages:
@@ -101,7 +101,7 @@ def variants(config: RunConfig, asked: ParallelConfig, n_gpus: int) -> Iterator[
 
 
 def schedules(config: RunConfig) -> list[PipelineConfig]:
-    """The pipeline's schedules; one of them, which is not used, without a pipeline."""
+    """The schedules to try: all, interleaved ones with several numbers of chunks; a single one without a pipeline."""
     if config.parallel.pp == 1:
         return [OneFOneB()]
     most = min(MOST_CHUNKS, config.model.n_layers // config.parallel.pp)
@@ -110,7 +110,7 @@ def schedules(config: RunConfig) -> list[PipelineConfig]:
 
 
 def problems(config: RunConfig, n_gpus: int) -> list[str]:
-    """What the rules say of a layout and its batch."""
+    """The rules of layouts and batches that the config breaks, one line each."""
     return [*check_layout(config, n_gpus), *check_batch(config, n_gpus)]
 
 
@@ -126,9 +126,9 @@ def with_micro_batches(config: RunConfig, n_gpus: int) -> Iterator[RunConfig]:
 
 
 def lightest_that_fits(config: RunConfig, n_gpus: int, gpu: Gpu, per_node: int, factor: float = 1.0) -> Found | None:
-    """The layout with the least recomputation whose memory, times a correction, fits; None where none does.
+    """The layout with the least recomputation with which its memory, times ``factor``, fits; None where none does.
 
-    Under a budget of activations each layer's recomputation follows from that.
+    With a budget of activation memory (``train.activation_gib``), recomputation follows from the budget instead.
     """
     for recompute in RECOMPUTE if config.train.activation_gib is None else (config.train.recompute,):
         changed = dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=recompute))
@@ -154,7 +154,8 @@ def searched_json(
 ) -> dict[str, Any]:
     """The search as JSON: the layouts with their plans, and why the first is before the second.
 
-    ``price``: of a GPU-hour. ``traces``: what tracing each layout has found, in their order (launcher.plan.decide).
+    ``price`` is that of a GPU-hour. ``traces`` holds for each layout, in the same order, the fields that
+    ``launcher.plan.decide.verdict_json`` makes of its trace; None where nothing was traced.
     """
     rows, factors = [], factors_of(found.best[0].config, gpu)
     for number, each in enumerate(found.best):
@@ -177,12 +178,12 @@ def searched_json(
 
 
 def factors_of(config: RunConfig, gpu: Gpu) -> Factors:
-    """What runs on this hardware have corrected."""
+    """The corrections of plans by closed forms that measured runs on this hardware give."""
     return factors_for(gpu.hardware.name, "dense" if config.model.moe is None else "MoE", "closed_forms")
 
 
 def scaled(plan: dict[str, Any], factors: Factors) -> dict[str, Any]:
-    """A plan by closed forms with its time and its memory corrected; whether it fits was found with them."""
+    """A plan by closed forms with its time and memory corrected. The search has used the same correction of memory."""
     times = {key: plan[key] * factors.step for key in ("step_seconds", "step_seconds_low", "step_seconds_high")}
     parts = {name: seconds * factors.step for name, seconds in plan["seconds_by_part"].items()}
     held = {key: plan[key] * factors.memory for key in ("peak_gb", "peak_gb_low", "peak_gb_high")}
@@ -191,7 +192,7 @@ def scaled(plan: dict[str, Any], factors: Factors) -> dict[str, Any]:
 
 
 def overrides_of(config: RunConfig, given: RunConfig) -> list[str]:
-    """What turns the layout of ``given`` into that of ``config``, as overrides of the command line."""
+    """The overrides of the command line that turn the layout of ``given`` into that of ``config``."""
     parallel, train = config.parallel, config.train
     found = [f"parallel.{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep", "zero")]
     if parallel.pp > 1:
@@ -209,7 +210,7 @@ def overrides_of(config: RunConfig, given: RunConfig) -> list[str]:
 
 
 def reason_of_order(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """Why the first is before the second, by their traces where both have some, else by closed forms."""
+    """Why the first layout is before the second, in words: by their traces where both have one, or by closed forms."""
     if first["trace"] is not None and second["trace"] is not None and second["trace"]["fits"]:
         return f"by their traces {why(first['trace'], second['trace'])}"
     if first["trace"] is None and second["trace"] is None:
@@ -220,7 +221,7 @@ def reason_of_order(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def why(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """In words: which parts of a step the first spends less on than the second, and which more."""
+    """The parts of a step on which the first layout spends less time than the second, and more, in words."""
     one, other = first["seconds_by_part"], second["seconds_by_part"]
     gained = second["step_seconds"] - first["step_seconds"]
     if gained < SAME * first["step_seconds"]:
@@ -234,5 +235,5 @@ def why(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def told(parts: Sequence[str], gains: dict[str, float]) -> str:
-    """Parts with their seconds, in words."""
+    """Parts with their differences in seconds, in words."""
     return " and ".join(f"{part} ({abs(gains[part]):.3f} s)" for part in parts)

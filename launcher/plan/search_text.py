@@ -1,4 +1,4 @@
-"""A search's layouts as people read them. Everything here is told from the JSON alone."""
+"""A search's layouts printed as text, from the JSON of ``launcher.plan.search.searched_json`` alone."""
 
 import shlex
 from pathlib import Path
@@ -10,7 +10,7 @@ from launcher.tables import plain_table, wide_console
 
 
 def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
-    """The table, why the first is the first, and what to do next. ``gpu``: as it was given."""
+    """Prints the table, why the first layout is first, and what to do next. ``gpu`` is the option as it was given."""
     layouts = found["layouts"]
     n_traced = sum(row["trace"] is not None for row in layouts)
     by = (
@@ -49,7 +49,7 @@ def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
 
 
 def traced_words(trace: dict[str, Any] | None) -> tuple[str, str]:
-    """Seconds and GB of a trace."""
+    """The seconds and GB of a trace as text; empty without a trace."""
     if trace is None:
         return "", ""
     return f"{trace['step_seconds']:,.3f}", f"{trace['peak_gb']:.1f}{'' if trace['fits'] else ', too much'}"

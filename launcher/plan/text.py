@@ -1,4 +1,4 @@
-"""A dry run as people read it. Everything here is told from the JSON alone."""
+"""A dry run printed as text, from its JSON alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ PARTS = ("weights", "masters", "optimizer", "gradients", "total")
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """Checks first, then sizes; where the config is refused there are only checks."""
+    """Prints the checks, then the run's sizes; only the checks where the config is refused."""
     console = wide_console()
     table = plain_table("check", "")
     for check in found["checks"]:
@@ -35,7 +35,7 @@ def print_report(found: dict[str, Any]) -> None:
 
 
 def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The single facts, with their names."""
+    """The facts that take one line each, as pairs of name and text."""
     model, layout, data = found["model"], found["layout"], found["data"]
     yield "run directory", found["run_dir"]
     yield "begins", resume_words(found["resume"])
@@ -50,7 +50,7 @@ def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def token_words(data: dict[str, Any]) -> str:
-    """The run's tokens and steps; apart those of before the batch size was changed."""
+    """The run's tokens and steps in words; those from before a change of the batch size are named separately."""
     if "before" not in data:
         return f"{data['tokens']:,} in {data['steps']:,} steps of {data['tokens_per_step']:,}{ramp_words(data)}"
     before, words = data["before"], f"{data['tokens']:,} in {data['steps']:,} steps"
@@ -59,7 +59,7 @@ def token_words(data: dict[str, Any]) -> str:
 
 
 def ramp_words(data: dict[str, Any]) -> str:
-    """How the batch grows, where it does."""
+    """How the batch size grows, in words; empty where it does not."""
     if "ramp" not in data:
         return ""
     ramp = data["ramp"]
@@ -68,7 +68,7 @@ def ramp_words(data: dict[str, Any]) -> str:
 
 
 def resume_words(resume: dict[str, Any] | None) -> str:
-    """Where the run goes on."""
+    """The step at which the run would begin or go on, in words."""
     if resume is None:
         return "not known: the checkpoints cannot be listed"
     damaged = f" (damaged: {', '.join(resume['damaged'])})" if resume["damaged"] else ""
@@ -80,7 +80,7 @@ def resume_words(resume: dict[str, Any] | None) -> str:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    """The mesh, and the experts' one where there is another."""
+    """The mesh's degrees, those of the experts' mesh if it is another, the ZeRO stage and micro-batches, in words."""
     axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("pp", "dp", "cp", "tp"))
     experts = f"; experts: ep {layout['ep']} x edp {layout['edp']}" if layout["ep"] > 1 else ""
     ranks, batches = layout["ranks"], layout["micro_batches_per_rank"]
@@ -89,7 +89,7 @@ def layout_words(layout: dict[str, Any]) -> str:
 
 
 def disk_words(disk: dict[str, Any]) -> str:
-    """A checkpoint, how many, and the room."""
+    """A checkpoint's size, how many may exist at once, and the room for them, in words."""
     one = f"{size_text(disk['checkpoint_bytes'])} each in {disk['checkpoints']}"
     if disk["free_bytes"] is None:
         return one
@@ -98,7 +98,7 @@ def disk_words(disk: dict[str, Any]) -> str:
 
 
 def print_data(console: Any, data: dict[str, Any]) -> None:
-    """Each source with its epochs; or what is to be prepared first."""
+    """Prints each source with its epochs or, if token files are missing, what has to be prepared first."""
     if not data["prepared"]:
         table = plain_table("to be prepared first", ">files", ">text", ">shards")
         for row in data["to_prepare"]:
@@ -120,7 +120,7 @@ def print_data(console: Any, data: dict[str, Any]) -> None:
 
 
 def print_memory(console: Any, found: dict[str, Any]) -> None:
-    """One line for each pipeline position, in bytes as people read them."""
+    """Prints the memory of each pipeline position's ranks by part, one line each."""
     table = plain_table("rank", "holds", *(f">{part}" for part in PARTS))
     for row in found["memory"]:
         first, last = row["ranks"]

@@ -1,4 +1,4 @@
-"""One step as a picture: a line for each pipeline position, with each of its passes where the schedule has it."""
+"""One planned step as a picture: a row for each pipeline position, with a bar for each of its passes over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ NAMES = {
     "W": "backward: of weights",
     "update": "sums over the replicas, optimizer",
 }
-LATER = 0.45  # how much lighter the second half of the stages is: a rank of a V or with chunks holds several
-HEIGHT = 0.8  # of a line of height 1
-MOST_NUMBERED = 400  # passes with their micro-batch's number; more have no room for it
-MOST_SHAPES = 20_000  # that a browser shows at ease; more become a picture within the SVG
+LATER = 0.45  # how much lighter the last stage is than the first: with a V or chunks a rank holds several stages
+HEIGHT = 0.8  # of a bar, in a row of height 1
+MOST_NUMBERED = 400  # the most passes that show their micro-batch's number; more have no room for it
+MOST_SHAPES = 20_000  # the most shapes that a browser shows with ease; more become a bitmap within the SVG
 WIDTH, LEAST_HEIGHT, LINE_HEIGHT = 12.0, 2.2, 0.45  # inches
-DIGIT = 0.07  # inches of a number
+DIGIT = 0.07  # width of a digit in inches
 DPI = 150
 
 
@@ -67,7 +67,10 @@ def draw_timeline(plan: dict[str, Any], rows: Sequence[Sequence[Bar]]) -> Figure
 
 
 def draw_row(axes: Axes, place: int, row: Sequence[Bar], n_stages: int, scale: float, digit: float | None) -> None:
-    """One position's passes, numbered where there is room. ``digit``: the width of one; None: none is numbered."""
+    """Draws one position's passes. ``digit`` is a digit's width on the time axis, which decides where a number fits.
+
+    With None no pass is numbered.
+    """
     top, bottom = place - HEIGHT / 2, place + HEIGHT / 2
     corners = [
         ((begin * scale, top), (end * scale, top), (end * scale, bottom), (begin * scale, bottom))
@@ -84,7 +87,7 @@ def draw_row(axes: Axes, place: int, row: Sequence[Bar], n_stages: int, scale: f
 
 
 def shade(kind: str, stage: int, n_stages: int) -> tuple[float, float, float]:
-    """The kind's color, the lighter the later the stage is among those that a position may hold."""
+    """The color (red, green, blue) of a pass of this kind: the later its stage, the lighter."""
     red, green, blue = (int(COLORS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
     light = LATER * max(0, stage) / max(1, n_stages - 1)
     return red + (1 - red) * light, green + (1 - green) * light, blue + (1 - blue) * light

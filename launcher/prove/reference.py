@@ -196,7 +196,7 @@ class ReferenceTrainer:
 
 
 def count_further(config: ModelConfig, batch: Sequence[PlainBatch]) -> dict[int, int]:
-    """The number of targets (at least 1) at each depth k of multi-token prediction, from 1: tokens k + 1 places ahead."""
+    """The targets (at least 1) at each depth k of multi-token prediction, from 1: tokens k + 1 places ahead."""
     depths = () if config.mtp is None else range(1, config.mtp.depth + 1)
     return {k: max(1, sum(int((token_ahead(part, k + 1) != IGNORE).sum()) for part in batch)) for k in depths}
 
