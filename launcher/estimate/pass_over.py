@@ -75,7 +75,7 @@ def trace_rank(
         inputs = inputs_of(model, batch, config.model.d_model, dtype)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(take_gradient)
-        if train.fp8_keep_weights:  # the micro-batch to record must not be a step's first, which cuts weights to 8 bits
+        if train.fp8_keep_weights:  # a step's first micro-batch, which casts weights to 8 bits, is not the recorded one
             there_and_back(model, batch, inputs)
             messages.waits.clear()
         regions = stack.enter_context(Regions().of(model))

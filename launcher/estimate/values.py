@@ -30,7 +30,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 
 
 def makes_whole(args: Any, kwargs: Any) -> bool:
-    """Whether an operation without input tensors makes integers: by its dtype, or because all its arguments are ints."""
+    """Whether an operation without input tensors makes integers, by its dtype or because all its arguments are ints."""
     dtype = kwargs.get("dtype")
     return is_whole(dtype) if dtype is not None else all(isinstance(each, int) for each in args)
 

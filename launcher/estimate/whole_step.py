@@ -155,11 +155,11 @@ def sends_that_hold(begin: Callable[..., list[Any]]) -> Callable[..., list[Any]]
 
 
 def leave_as_they_are(first: Tensor, second: Tensor) -> None:
-    """Does nothing. It replaces ``swap_tensors``, with which a module's ``to`` exchanges fake weights for themselves."""
+    """Does nothing. Replaces ``swap_tensors``, with which a module's ``to`` exchanges fake weights for themselves."""
 
 
 def without_driver() -> dict[str, Any]:
-    """Replacements, by name, for functions of torch.cuda that need a driver: a nameless Hopper GPU, its memory unused."""
+    """Replacements, by name, for torch.cuda functions that need a driver: a nameless Hopper GPU with unused memory."""
     nameless = SimpleNamespace(name="", total_memory=0)
     return {
         "get_device_capability": lambda device=None: (9, 0),
