@@ -1,1 +1,1 @@
-"""From a model folder of Hugging Face transformers, which may come from anyone, to a run directory."""
+"""Import of a Hugging Face transformers model folder, which is not trusted, into a run directory."""

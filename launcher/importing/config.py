@@ -22,13 +22,16 @@ RUNS_DIR = Path("runs")
 
 
 def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int]:
-    """The model, and the length of its sequences. Raises UserError with a line for each key that cannot be used."""
+    """The model config in config.json's ``content``, and its longest sequence. ``path`` is the folder, for messages.
+
+    Raises UserError with a line for each key that cannot be used.
+    """
     try:
         model = from_config_json(content)
     except InexpressibleConfig as error:
         raise UserError([f"{path}/{line}" for line in error.problems]) from None
     most = ranges(DataConfig)["seq_len"].maximum
-    shortest = 1 if model.mtp is None else max(1, int(min(1 + model.mtp.depth, most)))  # its own range tells of more
+    shortest = 1 if model.mtp is None else max(1, int(min(1 + model.mtp.depth, most)))  # depth has its own range check
     broken = check(
         RunConfig(model=model, data=DataConfig(seq_len=shortest), train=TrainConfig(precision="fp32")),
         1,
@@ -37,13 +40,16 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         told = (line.rpartition("; ")[0] or line for line in broken)
         raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])
     longest = read_seq_len(path, content)
-    if isinstance(model.rope_scaling, LongRopeScaling):  # beyond it, factors go by the longest sequence of a pass
+    if isinstance(model.rope_scaling, LongRopeScaling):  # beyond it, factors depend on a pass's longest sequence
         return model, min(longest, model.rope_scaling.original_seq_len)
     return model, longest
 
 
 def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:
-    """The longest sequence, as far as data.seq_len goes; what the class takes where it is left out."""
+    """The model's longest sequence, at most the largest data.seq_len; transformers' default where it is left out.
+
+    Raises UserError where the key is no whole number of at least 1.
+    """
     limits, family = ranges(DataConfig)["seq_len"], family_of(content["model_type"])
     told = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
     key = family.length_key
@@ -61,10 +67,10 @@ def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:
 def run_config(
     model: ModelConfig, seq_len: int, dtype: str, out: Path, tokenizer: str | None, *, adds_bos: bool
 ) -> RunConfig:
-    """The config of run directory ``out``: the model, its sequences, its tokenizer, and the dtype that its weights had.
+    """The config of the run directory ``out``: the model, its sequences, its tokenizer, and its weights' precision.
 
-    ``adds_bos``: whether that tokenizer begins each text with BOS. ``dtype`` is safetensors' word. The experts of a
-    model whose widths do not allow half precision stay in fp32.
+    ``adds_bos`` says whether that tokenizer begins each text with BOS. ``dtype`` is that of the files' weights, as
+    safetensors names it: F32, BF16 or F16. A model with experts whose widths do not allow 16 bits gets fp32.
     """
     precision = PRECISIONS[dtype]
     if any(uneven_expert_widths(model, precision)):

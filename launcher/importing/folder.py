@@ -1,7 +1,7 @@
-"""The files of a model folder: looked at before they are read, and read no further than their bounds.
+"""The files of a model folder, checked before they are read.
 
-A folder downloaded from somewhere is not trusted: its files lie in it themselves, no link leads out of it, and what a
-header or an index claims is compared with the files before anything is allocated for it.
+A downloaded folder is not trusted: every file has to lie in the folder itself, no link may lead out of it, sizes are
+limited, and what a header or an index claims is compared with the files before memory is allocated for it.
 """
 
 import fnmatch
@@ -27,7 +27,7 @@ PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 LARGEST_CONFIG_BYTES = 1 << 20
 LARGEST_INDEX_BYTES = 64 << 20
 MOST_TENSORS = 1_000_000  # in all files: a model of 100 layers with 1000 experts has 300,000
-MOST_PROBLEMS = 20  # that are told of one folder
+MOST_PROBLEMS = 20  # that are listed for one folder
 AGAIN = "download the model again"
 
 
@@ -35,10 +35,10 @@ AGAIN = "download the model again"
 class Stored:
     """One tensor in the folder's files."""
 
-    file: str  # below the folder, links resolved
-    start: int  # its first byte in the file
+    file: str  # path below the folder, with links resolved
+    start: int  # the offset of its first byte in the file
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' words: F32, BF16, F8_E4M3, ...
+    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, ...
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class ModelFolder:
     """A model folder whose files' headers have been read."""
 
     path: Path
-    tensors: dict[str, Stored]  # by the name that they have in transformers
-    ignored: list[str]  # files of weights that nobody reads
+    tensors: dict[str, Stored]  # by their names in transformers
+    ignored: list[str]  # safetensors files that are not part of the model, and not read
 
     @property
     def files(self) -> LocalFolder:
-        """The folder itself, for reading."""
+        """The folder as a source of files, with links resolved."""
         return LocalFolder(Path(os.path.realpath(self.path)))
 
 
 def folder_problems(given: str) -> list[str]:
-    """Why nothing can be imported from this path, one line each; what its files hold is not looked at."""
+    """Why nothing can be imported from the path ``given``, one line each; the files' contents are not read."""
     if not os.path.isdir(given):
         rule = f"is not a folder; give one with {CONFIG_JSON} and {ONE_FILE}, as downloaded from the hub"
         return [f"HF_DIR={given} {rule}"]
@@ -73,12 +73,12 @@ def _is_read(name: str) -> bool:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether the folder has a file of a tokenizer's."""
+    """Whether the folder has any file of a tokenizer."""
     return any(next(path.glob(pattern), None) is not None for pattern in TOKENIZER_FILES)
 
 
 def why_outside(path: Path, file: str) -> str | None:
-    """The rule that a file breaks whose name, or a link, leads out of the folder, with a remedy; None otherwise."""
+    """The rule, with a remedy, that ``file`` breaks if its name or a link leads out of the folder; None if none."""
     parts = file.split("/")
     if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in parts):
         return f"must be a file below {path}; {AGAIN}"
@@ -89,7 +89,7 @@ def why_outside(path: Path, file: str) -> str | None:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """What config.json holds. Raises UserError where it is no JSON table."""
+    """The content of config.json. Raises UserError where it cannot be read or is not a JSON object."""
     content = small_file(path, CONFIG_JSON, LARGEST_CONFIG_BYTES)
     where = path / CONFIG_JSON
     try:
@@ -103,12 +103,15 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_constant(name: str) -> Any:
-    """For json.loads, which takes NaN and Infinity otherwise."""
+    """Raises ValueError. As ``parse_constant`` of json.loads, which would otherwise accept NaN and Infinity."""
     raise ValueError(f"{name} is no number")
 
 
 def small_file(path: Path, name: str, most: int) -> bytes:
-    """The content of one file of the folder. Raises UserError."""
+    """The content of one file of the folder, of at most ``most`` bytes.
+
+    Raises UserError where it is outside, too large, no regular file or unreadable.
+    """
     where = path / name
     rule = why_outside(path, name)
     if rule is not None:
@@ -123,7 +126,7 @@ def small_file(path: Path, name: str, most: int) -> bytes:
 
 
 def open_model(path: Path) -> ModelFolder:
-    """The folder with its tensors, of which the headers alone have been read. Raises UserError with every problem."""
+    """The folder with a list of its tensors; only the files' headers are read. Raises UserError with every problem."""
     listed = listed_tensors(path)
     files = sorted(set(listed.values())) if listed is not None else [ONE_FILE]
     problems: list[str] = []
@@ -146,7 +149,10 @@ def open_model(path: Path) -> ModelFolder:
 
 
 def listed_tensors(path: Path) -> dict[str, str] | None:
-    """Each tensor's file, as the index says; None where there is one file. Raises UserError where there is neither."""
+    """The index's map of each tensor to its file; None where the model is a single file.
+
+    Raises UserError where there is neither or both, or the index is wrong.
+    """
     has_file, has_index = (os.path.lexists(path / name) for name in (ONE_FILE, INDEX))
     if has_file and has_index:
         rule = f"holds both {ONE_FILE} and {INDEX}, and one of them counts"
@@ -174,7 +180,7 @@ def listed_tensors(path: Path) -> dict[str, str] | None:
 
 
 def tensors_of(path: Path, file: str) -> dict[str, Stored]:
-    """The tensors of one file, by its header. Raises UserError where it is missing, torn or no safetensors."""
+    """The tensors that one file's header lists. Raises UserError where it is missing, truncated or not safetensors."""
     rule = why_outside(path, file)
     if rule is not None:
         raise UserError([f"{path / file} {rule}"])
@@ -195,7 +201,7 @@ def tensors_of(path: Path, file: str) -> dict[str, Stored]:
 
 
 def index_problems(path: Path, file: str, expected: Iterable[str], held: Iterable[str]) -> Iterator[str]:
-    """A line for each tensor that the index has in a file which lacks it, or that it leaves out."""
+    """One line for each tensor that the index lists in ``file`` without its being there, or the reverse."""
     expected, held = set(expected), set(held)
     for name in sorted(expected - held):
         yield f"{path / file} must hold {name}, which {INDEX} lists there, and lacks it; {AGAIN}"
@@ -204,6 +210,6 @@ def index_problems(path: Path, file: str, expected: Iterable[str], held: Iterabl
 
 
 def cut(problems: list[str]) -> list[str]:
-    """The first problems, and how many more there are."""
+    """The first MOST_PROBLEMS lines, and a line with the number of the others."""
     more = len(problems) - MOST_PROBLEMS
     return problems if more <= 0 else [*problems[:MOST_PROBLEMS], f"and {more:,} more such problems"]

@@ -1,4 +1,4 @@
-"""generation_config.json of a model folder: how its authors mean it to generate, kept byte for byte."""
+"""generation_config.json of a model folder: its authors' settings for generation, kept byte for byte."""
 
 import json
 import os
@@ -13,7 +13,7 @@ NAMING_CODE = ("auto_map", "custom_generate", "trust_remote_code")
 
 
 def read_generation_config(path: Path) -> bytes | None:
-    """The file's content; None where the folder has none. Raises UserError where it is not what its name says."""
+    """The file's content; None where the folder has none. Raises UserError where it is no valid generation config."""
     if not os.path.lexists(path / GENERATION_JSON):
         return None
     content = small_file(path, GENERATION_JSON, LARGEST_BYTES)
@@ -24,7 +24,10 @@ def read_generation_config(path: Path) -> bytes | None:
 
 
 def why_unfit(content: bytes) -> str | None:
-    """The rule that a generation_config.json of anyone's breaks; None where ``transformers`` can take it."""
+    """The rule that an untrusted generation_config.json breaks; None where ``transformers`` accepts it.
+
+    A file that names code to run is refused.
+    """
     if len(content) > LARGEST_BYTES:
         return f"has {len(content)} bytes, more than {LARGEST_BYTES}"
     try:

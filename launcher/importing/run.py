@@ -1,4 +1,4 @@
-"""Writing a run directory that holds weights alone: config.yaml and a checkpoint of step 0."""
+"""Writes a run directory with weights but no training state: config.yaml and a checkpoint of step 0."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -26,17 +26,17 @@ from parallel.checkpoint.store import step_name
 from parallel.checkpoint.write import certified, write_attachments, write_shard
 
 STEP = 0
-SHARD_BYTES = 16 << 30  # of one shard, at most (a larger tensor gets a file of its own)
-MOST_IN_SHARD = 10_000  # tensors: their header is read into memory
+SHARD_BYTES = 16 << 30  # the most bytes of one shard (a larger tensor gets a file of its own)
+MOST_IN_SHARD = 10_000  # the most tensors of one shard, whose header is read into memory
 SCALARS = {"consumed": 0, "skipped": [], "tokens": 0, "updates": 0, "loss_scaler": {}}
 ATTEMPT = "import"
 
 
 class Blocks(Protocol):
-    """Weights that are read in small parts."""
+    """A source of weights that are read in small blocks."""
 
     def blocks(self, name: str, on_bytes: Callable[[int], None] = ...) -> Iterator[Tensor]:
-        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` is told what was read."""
+        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` gets the bytes of each."""
         ...
 
 
@@ -50,12 +50,11 @@ def write_run(
     *,
     started_in: Path | None = None,
 ) -> None:
-    """Writes the run directory ``out``, whole or not at all; ``on_bytes`` is told what was read of the weights.
+    """Writes the run directory ``out``, whole or not at all. ``on_bytes`` gets the bytes of each read of weights.
 
-    ``kept`` are small files of the checkpoint, which an export reads, by name, or what they hold. ``started_in``: the
-    folder that the config's relative paths are meant from; None: this one.
-
-    Raises UserError where the source turns out to be unusable while it is read.
+    ``kept`` maps names of small files of the checkpoint, which an export reads, to their paths or contents.
+    ``started_in`` is the folder from which the config's relative paths count; None means the working folder. Raises
+    UserError where the source of weights turns out to be unusable while it is read.
     """
     with new_folder(out) as partial:
         text = dump_config(config)
@@ -74,7 +73,7 @@ def write_checkpoint(
     kept: Mapping[str, Path | bytes],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Writes the checkpoint of step 0: weights and buffers, no optimizer states; the tokenizer, the configs."""
+    """Writes the checkpoint of step 0: weights, buffers, the tokenizer, the config and the kept files."""
     store = LocalStore(checkpoints)
     folder, _ = store.begin(step_name(STEP), ATTEMPT)
     tensors = logical_tensors(config.model)
@@ -92,7 +91,7 @@ def write_checkpoint(
 
 
 def empty_manifest(tensors: Mapping[str, LogicalTensor]) -> Manifest:
-    """The manifest of a checkpoint before any update, which has no files yet."""
+    """The manifest of a checkpoint of step 0 with these tensors, which lists no pieces and files yet."""
     kinds = {
         WEIGHT: [name for name, tensor in tensors.items() if not tensor.is_buffer],
         BUFFER: [name for name, tensor in tensors.items() if tensor.is_buffer],
@@ -102,13 +101,13 @@ def empty_manifest(tensors: Mapping[str, LogicalTensor]) -> Manifest:
 
 
 def whole_piece(name: str, tensor: LogicalTensor, file: str) -> Piece:
-    """A whole logical tensor in a file, as saving names it."""
+    """The piece that is a whole logical tensor in ``file``, with the key that saving would give it."""
     kind, start = BUFFER if tensor.is_buffer else WEIGHT, (0,) * len(tensor.shape)
     return Piece(kind, name, start, tensor.shape, file, key_of(kind, name, start))
 
 
 def in_shards(tensors: Mapping[str, LogicalTensor]) -> Iterator[list[str]]:
-    """The names in groups of one shard each."""
+    """The tensors' names in groups, one for each shard."""
     names: list[str] = []
     held = 0
     for name, tensor in tensors.items():

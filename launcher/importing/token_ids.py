@@ -1,4 +1,4 @@
-"""The ids of special tokens that a config.json tells, kept where a model folder has no tokenizer that tells them."""
+"""The ids of special tokens in config.json, kept with a checkpoint where the model folder has no tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +11,15 @@ from launcher.importing.folder import CONFIG_JSON
 from modeling.families.config_json import REMEDY, SpecialTokens
 from modeling.families.values import checked, shown
 
-TOKEN_IDS_JSON = "token_ids.json"  # a checkpoint's
+TOKEN_IDS_JSON = "token_ids.json"  # the name of the file in a checkpoint
 KEYS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
 
 
 def read_token_ids(path: Path, content: Mapping[str, Any]) -> SpecialTokens:
-    """The ids in config.json, of a key that is left out what the class takes for it. Raises UserError."""
+    """The ids in config.json's ``content``; transformers' default for a key that is left out.
+
+    Raises UserError where one is no id.
+    """
     told = {key: content[key] for key in KEYS.values() if key in content}
     if len(told) < len(KEYS):
         from transformers import AutoConfig  # takes seconds to import
@@ -30,12 +33,12 @@ def read_token_ids(path: Path, content: Mapping[str, Any]) -> SpecialTokens:
 
 
 def dump_token_ids(special: SpecialTokens) -> bytes:
-    """The content of a checkpoint's file."""
+    """The content of a checkpoint's TOKEN_IDS_JSON for these ids."""
     return json.dumps({key: getattr(special, name) for name, key in KEYS.items()}).encode()
 
 
 def parse_token_ids(content: bytes) -> SpecialTokens:
-    """What such a file tells. ValueError, with the rule that it breaks, where it is none."""
+    """The ids in the content of TOKEN_IDS_JSON. Raises ValueError, with the rule that it breaks, where it is wrong."""
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -49,7 +52,7 @@ def parse_token_ids(content: bytes) -> SpecialTokens:
 
 
 def of_keys(told: Mapping[str, Any]) -> SpecialTokens:
-    """The ids by their keys; of EOS there may be several. ValueError where one is no whole number."""
+    """The ids from a table of config.json's keys; EOS may have several. Raises ValueError where one is no id."""
     found: dict[str, Any] = {}
     for name, key in KEYS.items():
         value = told.get(key)

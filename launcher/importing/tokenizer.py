@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, kept as that of a run is."""
+"""The tokenizer of a model folder, loaded without running code and kept with the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ REMEDY = "mend it, or remove the tokenizer's files to import the weights alone"
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Any:
-    """The folder's tokenizer as ``transformers`` loads it; None where it has none. No code of the folder's is run.
+    """The folder's tokenizer as ``transformers`` loads it, without running the folder's code; None where it has none.
 
-    Raises DataError where it cannot serve the model, or a run.
+    Raises DataError where it is not a fast one, has no eos_token, or has more ids than ``vocab_size``.
     """
     if not has_tokenizer(path):
         return None
@@ -38,7 +38,7 @@ def begins_with_bos(tokenizer: Any) -> bool:
 
 
 def tokenizer_attachments(tokenizer: Any, folder: Path) -> Path | None:
-    """The folder of the tokenizer's files as training would keep them, made in ``folder``; None where there is none."""
+    """A new folder in ``folder`` with the tokenizer's files as training keeps them; None without a tokenizer."""
     if tokenizer is None:
         return None
     save_tokenizer(tokenizer, folder / "tokenizer")

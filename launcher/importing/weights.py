@@ -1,4 +1,4 @@
-"""A model's weights, from the files of a model folder to fp32: matched by name first, then read in small blocks."""
+"""The weights in a model folder's files: matched with the model by name, shape and dtype, then read in fp32 blocks."""
 
 import re
 from collections import Counter
@@ -19,37 +19,37 @@ from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetens
 from parallel.checkpoint.schema import shorten
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK_ELEMENTS = 1 << 20  # of one read
-MOST_OVERREAD = 2  # what is read in pieces is read at most so often
-# Buffers of older files, which transformers passes over as well: rotary frequencies, and masks of what comes later.
+BLOCK_ELEMENTS = 1 << 20  # elements of one read
+MOST_OVERREAD = 2  # reading in pieces may read at most so many times the bytes of the whole
+# Buffers in older files, which transformers ignores as well: rotary frequencies and causal masks.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(bias|masked_bias)$")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A logical tensor, or an expert of a stack, in one tensor of the files."""
+    """The place of a logical tensor, or of one expert of a stack, within one tensor of the files."""
 
     hf: HFPart
     stored: Stored
 
     @property
     def view(self) -> Tensor:
-        """What is ours of that tensor: shape, strides and offset, without values."""
+        """A view on the files' tensor that covers this part: shape, strides and offset, on the meta device."""
         return self.hf.view(torch.empty(self.stored.shape, device="meta"))
 
     @property
     def numel(self) -> int:
-        """How many of its elements are ours."""
+        """The number of this part's elements."""
         return self.view.numel()
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where each logical tensor of a model lies in a folder whose names, shapes and dtypes are the model's."""
+    """Where each logical tensor of a model lies in a folder's files, after names, shapes and dtypes were checked."""
 
     folder: ModelFolder
     config: ModelConfig
-    parts: Mapping[str, list[Part]]  # logical name -> what it is made of, in order
+    parts: Mapping[str, list[Part]]  # logical name -> the parts that it consists of, in order
 
     @property
     def elements(self) -> int:
@@ -58,7 +58,7 @@ class Weights:
 
     @property
     def dtypes(self) -> list[str]:
-        """Those of the trained weights, of F32, BF16 and F16: the one that most elements have comes first."""
+        """The dtypes of the trained weights (F32, BF16, F16), those of the most elements first."""
         counts: Counter[str] = Counter()
         for name in logical_parameters(self.config):
             for part in self.parts[name]:
@@ -66,9 +66,9 @@ class Weights:
         return [dtype for dtype, _ in counts.most_common()]
 
     def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
-        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` is told what was read.
+        """The elements of one logical tensor in order, in flat fp32 blocks; ``on_bytes`` gets the bytes of each block.
 
-        Raises UserError at a value that is not finite, and where a file has changed since it was looked at.
+        Raises UserError at a value that is not finite, and where a file has changed since its header was read.
         """
         for part in self.parts[name]:
             for block in read_blocks(self.folder, part):
@@ -96,9 +96,10 @@ def read_blocks(folder: ModelFolder, part: Part) -> Iterator[Tensor]:
 
 
 def readable(view: Tensor) -> Iterator[Tensor]:
-    """Views of a part's elements, in order, each to be read in one piece: where they lie side by side, a block.
+    """Views of a part's elements, in order, each to be read in one piece.
 
-    Where reading a part of a matrix means reading nearly all of it (it lies transposed), the piece is the matrix.
+    Contiguous elements are read in blocks. Where reading a matrix row by row would read nearly all of it each time, as
+    it is stored transposed, the whole matrix is one piece.
     """
     if view.numel() == 0:
         return
@@ -113,12 +114,12 @@ def readable(view: Tensor) -> Iterator[Tensor]:
 
 
 def span(view: Tensor) -> int:
-    """Elements from a view's first to its last, both included."""
+    """The number of elements in memory from a view's first to its last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def has_mtp(config: ModelConfig, folder: ModelFolder) -> bool:
-    """Whether the files hold any weight of the modules that predict further tokens."""
+    """Whether the files hold any weight of the config's multi-token prediction modules."""
     names = {
         part.name for name in logical_shapes(config) if _is_further(config, name) for part in hf_parts(config, name)
     }
@@ -132,7 +133,7 @@ def _is_further(config: ModelConfig, name: str) -> bool:
 def match_weights(config: ModelConfig, folder: ModelFolder, *, passes_over_further: bool = False) -> Weights:
     """Each logical tensor's place in the files. Raises UserError with every name, shape and dtype that does not fit.
 
-    ``passes_over_further``: layers beyond the model's last are none of it, whatever they hold.
+    With ``passes_over_further``, layers beyond the model's last, which are multi-token prediction modules, are ignored.
     """
     folder = with_prefix(config, folder)
     missing = list(islice(missing_lines(config, folder), MOST_PROBLEMS + 1))
@@ -155,7 +156,10 @@ def match_weights(config: ModelConfig, folder: ModelFolder, *, passes_over_furth
 
 
 def with_prefix(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
-    """The folder with its tensors under the names of the class with a head, where it has those of the bare one's."""
+    """The folder with tensors under the names that transformers' class with a head uses.
+
+    Files saved from the class without a head lack the prefix of these names, which is then added.
+    """
     prefix, head = family_of(config.family).prefix, hf_template(config, "head.weight")
     if not prefix or any(name.startswith(prefix) for name in folder.tensors):
         return folder
@@ -164,7 +168,7 @@ def with_prefix(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
 
 
 def parts_in(config: ModelConfig, folder: ModelFolder, name: str) -> list[HFPart]:
-    """What logical tensor ``name`` is made of in the folder's files, where a tied embedding may lie as the head."""
+    """The files' tensors of which logical tensor ``name`` consists; a tied embedding may be stored as the head."""
     parts, head = hf_parts(config, name), tied_head(config)
     if name == "embed.weight" and parts[0].name not in folder.tensors and head in folder.tensors:
         return [replace(parts[0], name=head)]
@@ -172,7 +176,7 @@ def parts_in(config: ModelConfig, folder: ModelFolder, name: str) -> list[HFPart
 
 
 def wanted_tensors(config: ModelConfig, folder: ModelFolder) -> Iterator[HFPart]:
-    """Each tensor that the files must have, once."""
+    """Each tensor that the files must hold, once."""
     for name in logical_shapes(config):
         for part in parts_in(config, folder, name):
             if part.names[0] == name:  # the first of those that share it
@@ -187,7 +191,7 @@ def missing_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
 
 
 def unfit_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
-    """A line for each tensor of another shape than config.json makes it, or of a dtype that is not read."""
+    """A line for each tensor whose shape differs from that of config.json's model, or whose dtype cannot be read."""
     for part in wanted_tensors(config, folder):
         stored = folder.tensors.get(part.name)
         if stored is None:
@@ -203,7 +207,7 @@ def unfit_lines(config: ModelConfig, folder: ModelFolder) -> Iterator[str]:
 def unread_lines(
     config: ModelConfig, folder: ModelFolder, used: set[str], *, passes_over_further: bool
 ) -> Iterator[str]:
-    """A line for each tensor of the files that is none of the model's; those of one layer too many share a line."""
+    """A line for each tensor of the files that the model does not have; those of a layer beyond the last share one."""
     beyond: Counter[int] = Counter()
     before_number = hf_template(config, "layers.0.attention.o.weight").partition("0")[0]
     numbered = re.compile(rf"{re.escape(before_number)}(\d{{1,9}})\.")
@@ -226,21 +230,21 @@ def unread_lines(
 
 
 def tied_head(config: ModelConfig) -> str | None:
-    """The name of the head in the files where it is tied to the embedding, so that files need not have it."""
+    """The files' name of a head that is tied to the embedding, which they need not hold; None where it is not tied."""
     return hf_template(config, "head.weight") if config.tie_embeddings else None
 
 
 def check_tied_head(config: ModelConfig, weights: Weights) -> None:
-    """Raises UserError where a tied head is in the files all the same, and is not the embedding.
+    """Raises UserError where the files hold a head though it is tied, and it differs from the embedding.
 
-    transformers then warns, and computes with the two of them, untied.
+    transformers would then warn, and compute with both, untied.
     """
     name = tied_head(config)
     stored = weights.folder.tensors.get(name) if name is not None else None
     if name is None or stored is None:
         return
     (embedding,) = weights.parts["embed.weight"]
-    if embedding.hf.name == name:  # the files have no other
+    if embedding.hf.name == name:  # the files hold the head alone, which is read as the embedding
         return
     if not is_copy(weights, name, "embed.weight"):
         rule = f"must be equal to {embedding.hf.name}, since config.json has tie_word_embeddings=true, and is not"
@@ -249,7 +253,7 @@ def check_tied_head(config: ModelConfig, weights: Weights) -> None:
 
 
 def check_copies(config: ModelConfig, weights: Weights) -> None:
-    """Raises UserError where a module that predicts further tokens has an embedding or a head of its own."""
+    """Raises UserError where a multi-token prediction module has an embedding or head that differs from the model's."""
     tensors = weights.folder.tensors
     for name in weights.parts:
         for copy in copies_of(config, name):
@@ -261,7 +265,7 @@ def check_copies(config: ModelConfig, weights: Weights) -> None:
 
 
 def is_copy(weights: Weights, copy: str, name: str) -> bool:
-    """Whether the files' tensor ``copy`` is the logical tensor ``name`` once more."""
+    """Whether the files' tensor ``copy`` holds the same values as the logical tensor ``name``."""
     stored, (part,) = weights.folder.tensors[copy], weights.parts[name]
     if stored.shape != part.stored.shape or stored.dtype not in DTYPES:
         return False

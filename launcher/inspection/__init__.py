@@ -1,1 +1,1 @@
-"""A forward pass of some texts looked into: attention, routers, and what each layer would predict."""
+"""Inspection of a forward pass over some texts: attention weights, routers' choices, and a logit lens."""

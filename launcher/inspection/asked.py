@@ -1,4 +1,4 @@
-"""What the command line asks for: parts, layers, heads, texts, and where it is to be written; checked."""
+"""The options of `roundtable inspect`, checked: parts, layers, heads, texts, and where the result is written."""
 
 import itertools
 import os
@@ -18,23 +18,23 @@ from launcher.errors import UserError
 
 PARTS = ("attention", "experts", "lens")
 MOST_TEXTS = 8
-MOST_TOKENS = 1024  # of a text; its maps have the square of that
-LONGEST_TEXT = 100_000  # characters that are tokenized
-MOST_CELLS = 6_000_000  # of attention maps in one page: a byte each in it, and an element of a list in JSON
+MOST_TOKENS = 1024  # tokens of a text; its attention maps have the square of that
+LONGEST_TEXT = 100_000  # characters of a text that are tokenized
+MOST_CELLS = 6_000_000  # cells of all attention maps in a page: a byte each there, and an element of a list in JSON
 MOST_TOP = 20
-MOST_GUESSES = 2_000_000  # tokens that the lens lists, in all layers, places and texts: about ten bytes each in a page
-USUAL_LAYERS, USUAL_HEADS = 4, 8  # attention maps that are made where none are asked for
+MOST_GUESSES = 2_000_000  # tokens that the lens lists over all layers, places and texts: about ten bytes each in a page
+USUAL_LAYERS, USUAL_HEADS = 4, 8  # the layers and heads whose attention is shown by default
 PAGE_ENDINGS = (".html", ".htm")
 NUMBERS = re.compile(r"\d{1,9}(-\d{1,9})?")
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line says besides the checkpoint."""
+    """The command line's options besides the checkpoint, not checked yet."""
 
     texts: Sequence[str] = ()
     files: Sequence[str] = ()
-    text_key: str | None = None  # "text"
+    text_key: str | None = None  # None: "text"
     show: str | None = None
     layers: str | None = None
     heads: str | None = None
@@ -48,7 +48,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class NamedText:
-    """A text, and what it is called."""
+    """A text and the name under which it is shown."""
 
     name: str
     text: str
@@ -135,12 +135,12 @@ class Maps:
 def chosen_maps(
     wishes: Wishes, n_layers: int, n_heads: int, lengths: Sequence[int], linear: Collection[int] = ()
 ) -> Maps:
-    """What is asked for, or else some layers, evenly spaced, and the first heads: as many as a page holds.
+    """The layers and heads asked for; by default some layers, evenly spaced, and the first heads, as far as they fit.
 
-    ``lengths`` are those of the texts, in tokens; ``linear`` the layers of linear attention, which has no weights of
-    keys. Raises UserError where more is asked for, or such a layer.
+    ``lengths`` are the texts' numbers of tokens, and ``linear`` the layers with linear attention, which gives keys no
+    weights. Raises UserError where more maps are asked for than a page holds, or a layer with linear attention is.
     """
-    cells = sum(length * (length + 1) // 2 for length in lengths)  # a causal map's
+    cells = sum(length * (length + 1) // 2 for length in lengths)  # of one causal map of each text
     most = max(1, MOST_CELLS // cells)
     asked = [
         None if value is None else numbers_of(option, value, count, noun)
@@ -177,7 +177,7 @@ def check_lens(wishes: Wishes, n_layers: int, lengths: Sequence[int]) -> None:
 
 
 def read_texts(wishes: Wishes) -> tuple[list[NamedText], list[str]]:
-    """The texts to look at, and what is to be told of them. Raises UserError where one cannot be read."""
+    """The texts to look at, and notes on them for the user. Raises UserError where one cannot be read."""
     found, notes, problems = [], [], []
     for number, given in enumerate(wishes.texts, 1):
         content, wrong = readable(given, "--text")
@@ -202,7 +202,7 @@ def read_texts(wishes: Wishes) -> tuple[list[NamedText], list[str]]:
 
 
 def _documents(file: str, text_key: str) -> Iterator[str]:
-    """The documents of what `eval --text` takes: text, jsonl, parquet, a folder or a glob."""
+    """The documents of a text, jsonl or parquet file, or of a folder's or glob's files, as `eval --text` reads them."""
     source = SourceConfig(path=file, text_key=text_key)
     with as_options("--text-file"):
         files = files_to_read(source, "--text-file")
@@ -211,7 +211,7 @@ def _documents(file: str, text_key: str) -> Iterator[str]:
 
 
 def checked_out(out: str | None) -> Path | None:
-    """The page's file, or the folder to make. Raises UserError where it cannot be written, before anything is read."""
+    """The path of the page's file, or of the folder to make; None without --out. Raises UserError if it is unusable."""
     if out is None:
         return None
     target = Path(out)

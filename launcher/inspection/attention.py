@@ -1,8 +1,8 @@
-"""Attention's weights, as the layer's own core computes them, and whether they make the layer's own output.
+"""Attention weights as the layer's own core computes them, and a check that they reproduce the layer's output.
 
 No kernel returns its weights. But its output is linear in the values: where key j's value is the j-th unit vector, the
-output of a query is its weights. So the core itself is asked, with the queries, keys, masks and terms of the pass, and
-values of ones and zeros; there is no second formula of scores, caps, slopes, biases, sinks, windows or documents.
+output of a query is its weights. So the core itself is called, with the queries, keys, masks and terms of the pass, and
+values of ones and zeros. No second formula of scores, caps, slopes, biases, sinks, windows or documents is needed.
 
 Shape letters: B batch, S sequence, Q queries, D d_model, H heads, G key-value heads, C channels of a key.
 """
@@ -16,45 +16,44 @@ from launcher.inspection.seen import Called
 from modeling.attention import Attention
 from modeling.context import Context
 
-# The largest difference between weights times values, through the output projection, and what the module put out, over
-# the module's largest output. fp32: both sum the same products in another order. In 16 bits the core's output and the
-# projection's are rounded once each, on both sides: twice half a unit in the last place each.
+# Bounds of the largest difference between weights times values, through the output projection, and the module's own
+# output, relative to its largest output. In fp32 both sum the same products in another order. In 16 bits the core's
+# output and the projection's are rounded once each, on both sides: twice half a unit in the last place each.
 FP32_TOLERANCE = 1e-5
 ROUNDINGS = 4  # units in the last place (torch.finfo(dtype).eps), in 16 bits
-SUM_TOLERANCE = 1e-5  # of a query's weights from one: they are fp32 whatever the model's dtype is
+SUM_TOLERANCE = 1e-5  # bound of how far a query's weights' sum is from one; they are fp32 in any dtype of the model
 
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer's attention over one text, and how they were found to be right."""
+    """The attention weights of one layer over one text, and the errors of the checks on them."""
 
     layer: int
     window: int | None
     heads: tuple[int, ...]
     weights_HSS: Tensor  # fp32 on the CPU, of ``heads``: from each query (rows) to each key
-    sinks_HS: Tensor | None  # what of a query's softmax a sink takes; None: the layer has none
-    error: float  # of the module's output made from the weights: see FP32_TOLERANCE
-    sum_error: float  # the most that a query's weights, and its sink's, differ from one
+    sinks_HS: Tensor | None  # the part of each query's softmax that a sink takes; None: the layer has no sinks
+    error: float  # of the output recomputed from the weights, relative to the module's largest output
+    sum_error: float  # how far a query's weights, with its sink's, are from summing to one, at most
     unseen: float  # the largest weight of a key that the mask hides
     tolerance: float
 
     @property
     def is_right(self) -> bool:
-        """Whether all is within its tolerance; not a number is not."""
+        """Whether all errors are within their tolerances. NaN is not."""
         return self.error <= self.tolerance and self.sum_error <= SUM_TOLERANCE and self.unseen == 0
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """That of the module's output, relative to its largest element."""
+    """The tolerance of a module's output in this dtype, relative to its largest element."""
     return FP32_TOLERANCE if dtype == torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
 
 
 @torch.no_grad()
 def weights_of(called: Called, context: Context) -> Tensor:
-    """weights_BHSS, fp32, of all heads, by the core itself.
+    """The weights (B, H, S, S) of all heads, fp32, computed by the core itself in S / C calls.
 
-    Queries and keys go in as fp32, which holds all of their bits: kernels compute scores so whatever the dtype is. It
-    costs S / C calls of the core.
+    Queries and keys are converted to fp32, which loses nothing: kernels compute scores in fp32 in any dtype.
     """
     q_BSHC, k_BSGC = called.q_BSHC.float(), called.k_BSGC.float()
     rows, seq_len, n_kv_heads, n_channels = k_BSGC.shape
@@ -69,7 +68,7 @@ def weights_of(called: Called, context: Context) -> Tensor:
 
 @torch.no_grad()
 def output_of(attention: Attention, weights_BHSS: Tensor, called: Called) -> Tensor:
-    """What the module puts out (B, S, D) where its heads give these weights to its values."""
+    """The module's output (B, S, D) recomputed from these weights and the values of the call."""
     v_BSGC = called.v_BSGC
     shared = weights_BHSS.shape[1] // v_BSGC.shape[2]
     v_BSHC = v_BSGC.float().repeat_interleave(shared, dim=2)
@@ -79,7 +78,7 @@ def output_of(attention: Attention, weights_BHSS: Tensor, called: Called) -> Ten
 
 
 def layer_weights(attention: Attention, called: Called, context: Context, heads: tuple[int, ...]) -> LayerWeights:
-    """The weights of a pass over one row; all heads are checked, ``heads`` are kept."""
+    """The checked weights of a pass over one row. All heads are checked, and those of ``heads`` are kept."""
     weights_BHSS = weights_of(called, context)
     assert called.out_BSD is not None
     wanted_BSD = called.out_BSD.float()
@@ -109,18 +108,18 @@ def layer_weights(attention: Attention, called: Called, context: Context, heads:
 
 @dataclass
 class HeadHabits:
-    """Where a head looks, as means over the queries but the first, which sees itself alone."""
+    """Where a head looks, as means over all queries but the first, which sees only itself."""
 
     head: int
-    first: float  # the weight of the text's first token
-    previous: float  # of the token before
-    itself: float
-    distance: float  # tokens back, weighted
-    sink: float | None  # what the sink takes
+    first: float  # the weight on the text's first token
+    previous: float  # the weight on the token before the query
+    itself: float  # the weight on the query's own token
+    distance: float  # the distance to keys in tokens, weighted
+    sink: float | None  # the part that the sink takes; None: no sinks
 
 
 def habits_of(weights: LayerWeights) -> list[HeadHabits]:
-    """Of each head that was kept. Of a text of one token, that token's."""
+    """The habits of each kept head. In a text of one token they are those of that token."""
     found = []
     for place, head in enumerate(weights.heads):
         weights_SS = weights.weights_HSS[place].double()

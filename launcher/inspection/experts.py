@@ -1,4 +1,4 @@
-"""What routers do with tokens: which experts are chosen, which ones together, and for which source.
+"""Statistics of routers' choices: which experts are chosen, which pairs together, and how sources differ.
 
 Shape letters: T tokens, K top_k, E experts, N sources.
 """
@@ -21,14 +21,14 @@ from modeling.decoder import Decoder
 
 @dataclass
 class Tally:
-    """What the routers chose for some tokens, by layer."""
+    """Counts of the routers' choices for some tokens, by layer."""
 
     n_tokens: int = 0
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> int64 (E,): tokens sent to each expert
     pairs: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> int64 (E, E): tokens sent to both
 
     def add(self, choices: Mapping[int, Tensor], n_experts: int) -> None:
-        """Adds one pass: of each layer indices_TK."""
+        """Adds the choices of one forward pass (layer -> indices_TK)."""
         self.n_tokens += len(next(iter(choices.values())))
         for layer, indices_TK in choices.items():
             chosen_TE = torch.zeros(len(indices_TK), n_experts, device=indices_TK.device)
@@ -39,13 +39,13 @@ class Tally:
 
 
 def tokens_of(pairs_EE: np.ndarray) -> np.ndarray:
-    """The tokens sent to each expert (E,): those that it shares with itself."""
+    """The number of tokens sent to each expert (E,), from the diagonal of the pairs' counts."""
     experts_E = np.arange(len(pairs_EE))
     return pairs_EE[experts_E, experts_E]
 
 
 def together(tallies: Iterable[Tally]) -> Tally:
-    """The sum of the tallies."""
+    """One tally with the sums of all."""
     total = Tally()
     for tally in tallies:
         total.n_tokens += tally.n_tokens
@@ -61,9 +61,9 @@ def shares_of(counts_E: np.ndarray) -> np.ndarray:
 
 
 def specialisation(shares_NE: np.ndarray) -> float:
-    """How much a pair's expert tells of its source, in bits: 0 where all sources use the experts alike.
+    """The mutual information in bits of a token's expert and its source: 0 where all sources use the experts alike.
 
-    The mutual information of expert and source, each source weighing the same; at most log2 of their number.
+    Each source has the same weight, so it is at most log2 of their number.
     """
     mean_E = shares_NE.mean(0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -72,20 +72,20 @@ def specialisation(shares_NE: np.ndarray) -> float:
 
 
 def by_chance(counts_NE: np.ndarray) -> float:
-    """About what ``specialisation`` finds by chance alone in so few pairs: (N - 1) (E - 1) / (2 ln2 pairs) bits.
+    """The bits that ``specialisation`` would find about by chance in so few counts: (N - 1) (E - 1) / (2 ln2 pairs).
 
-    The bias of a mutual information from counts (Miller 1955), as if all pairs were drawn independently; those of one
-    text are not, so chance may do more.
+    That is the bias of a mutual information from counts (Miller 1955), if all token-expert pairs were independent.
+    Those of one text are not, so chance may account for more.
     """
     n_sources, n_used = counts_NE.shape[0], int((counts_NE.sum(0) > 0).sum())
     return max(0, n_sources - 1) * max(0, n_used - 1) / (2 * math.log(2) * max(1, counts_NE.sum()))
 
 
 def strongest_pair(pairs_EE: np.ndarray) -> tuple[int, int, int, float] | None:
-    """The two experts that most tokens more than by chance choose together: (one, other, tokens, by chance).
+    """The two experts whose number of shared tokens exceeds chance the most: (one, other, tokens, tokens by chance).
 
-    By chance: the tokens that choose any two, dealt to pairs by how often each one of a pair is chosen. None where no
-    token chooses two.
+    The number by chance divides all pairs of choices among pairs of experts in proportion to the product of their
+    tokens. None where no token has two experts.
     """
     counts_E = tokens_of(pairs_EE).astype(np.float64)
     experts_E = np.arange(len(counts_E))
@@ -101,7 +101,7 @@ def strongest_pair(pairs_EE: np.ndarray) -> tuple[int, int, int, float] | None:
 
 
 def heldout_sources(trained: Trained) -> tuple[Dataset | None, str | None]:
-    """The held-out samples of a run with several sources; else None, and why, if that is to be told."""
+    """The held-out samples of a run with several sources; else None, with a note if held-out text is missing."""
     if len(trained.config.data.sources) < 2:
         return None, None
     try:
@@ -118,7 +118,10 @@ def heldout_sources(trained: Trained) -> tuple[Dataset | None, str | None]:
 def tally_sources(
     model: Decoder, heldout: Dataset, n_sequences: int, at_once: int, n_experts: int, device: torch.device
 ) -> dict[str, Tally]:
-    """What the routers choose for each source's first held-out sequences; padding is not routed."""
+    """The tally of each source over its first ``n_sequences`` held-out sequences, ``at_once`` in a pass, by its name.
+
+    Padding is not routed.
+    """
     found: dict[str, Tally] = {}
     for name, (first, n) in heldout.ranges(n_sequences).items():
         for start in range(first, first + n, at_once):

@@ -1,4 +1,4 @@
-"""What is found when a model is given some texts, each in a pass of its own, as one document.
+"""Runs a model over some texts, each in a pass of its own as one document, and collects what the passes show.
 
 Shape letters: S sequence, T tokens, K top_k.
 """
@@ -21,17 +21,17 @@ from modeling.decoder import Decoder
 
 @dataclass(frozen=True)
 class TokenText:
-    """A text as the model reads it."""
+    """A text as the tokens that the model is given."""
 
     name: str
     ids: tuple[int, ...]
-    left_out: int  # tokens after these
-    is_cut: bool  # of characters beyond LONGEST_TEXT, which were not tokenized
+    left_out: int  # the number of further tokens, beyond --max-tokens
+    is_cut: bool  # whether characters beyond LONGEST_TEXT were not tokenized
 
 
 @dataclass
 class TextLook:
-    """What one text's pass shows."""
+    """The findings of one text's pass."""
 
     text: TokenText
     attention: list[LayerWeights] = field(default_factory=list)
@@ -43,12 +43,12 @@ class TextLook:
 
 @dataclass
 class Look:
-    """What all of them show."""
+    """The findings of all texts, and the routers' choices by source."""
 
     texts: list[TextLook]
     n_experts: int | None
-    sources: dict[str, Tally] = field(default_factory=dict)  # the texts, or the run's sources
-    of_heldout: bool = False  # sources are the run's, by their held-out text
+    sources: dict[str, Tally] = field(default_factory=dict)  # name of a text, or of a source of the run -> choices
+    of_heldout: bool = False  # whether ``sources`` are the run's, with their held-out text
 
     @property
     def tally(self) -> Tally:
@@ -57,19 +57,19 @@ class Look:
 
     @property
     def attention_is_right(self) -> bool:
-        """Whether all weights make their layers' outputs."""
+        """Whether all attention weights passed their checks."""
         return all(weights.is_right for text in self.texts for weights in text.attention)
 
     @property
     def lens_is_exact(self) -> bool:
-        """Whether the last layer's lens is the model's own output."""
+        """Whether the lens after the last layer equals the model's own output in every text."""
         return all(text.lens is None or text.lens.is_exact for text in self.texts)
 
 
 def read_tokens(
     texts: Sequence[NamedText], encode: Callable[[str], list[int]], max_tokens: int
 ) -> tuple[list[TokenText], list[str]]:
-    """The texts in tokens, ``max_tokens`` of each at most; and what is to be told of them."""
+    """The texts as tokens, ``max_tokens`` of each at most, and notes on what was left out."""
     found, notes = [], []
     for each in texts:
         is_cut = len(each.text) > LONGEST_TEXT
@@ -86,7 +86,7 @@ def read_tokens(
 def look_at(
     model: Decoder, text: TokenText, parts: Sequence[str], maps: Maps, top_k: int, n_experts: int | None
 ) -> TextLook:
-    """One text's pass. The model's device is the embedding's."""
+    """Runs one text through the model, on the embedding's device, and returns the findings of the chosen ``parts``."""
     device = model.embed.weight.device
     tokens_BS = torch.tensor([text.ids])
     positions_BS = torch.arange(len(text.ids))[None]
@@ -114,7 +114,11 @@ def with_sources(
     n_sequences: int,
     at_once: int,
 ) -> Look:
-    """The texts put together, with the sources' held-out text where there is some to read."""
+    """All texts' findings put together, with the routers' choices by source.
+
+    The sources are the run's where ``heldout`` is given, of which ``n_sequences`` sequences of each source are run,
+    ``at_once`` in a pass; else each text counts as a source.
+    """
     found = Look(looks, n_experts)
     if n_experts is None:
         return found

@@ -1,4 +1,4 @@
-"""The page: checks and tables as they stand, the findings as JSON, and the script that draws them, in one file."""
+"""The HTML page in one file: checks and tables as text, the findings as JSON, and the script that draws them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ SCRIPTS = (REPORT_FILES / "dom.js", *(FILES / name for name in ("map.js", "strip
 STYLES = (REPORT_FILES / "report.css", FILES / "inspect.css")
 TITLES = {"attention": "Attention", "experts": "Experts", "lens": "Logit lens"}
 NO_SCRIPT = "Maps and coloured texts are drawn by this page's script, which is off."
-MOST_PAIRS = 1_000_000  # numbers of tokens that pairs of experts share, in all layers: two or three bytes each
+MOST_PAIRS = 1_000_000  # cells of the tables of experts' shared tokens, in all layers: two or three bytes each
 PAGE_DIGITS = 4  # of probabilities; --json has more
 
 ATTENTION_HELP = (
@@ -51,7 +51,7 @@ LENS_HELP = (
 
 
 def render(report: Mapping[str, Any], made: str) -> str:
-    """The page as text; ``made`` says when."""
+    """The page as HTML text; ``made`` is the time that it names."""
     title = text(f"{report['run']}, step {report['step']}")
     script = one_script(SCRIPTS)
     style = "\n".join(file.read_text(encoding="utf-8") for file in STYLES)
@@ -99,12 +99,12 @@ def body(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def heading(part: str, told: str) -> str:
-    """A section's title, and where the script draws."""
+    """HTML of a section's title and explanation, and of the element in which the script draws."""
     return f'<h2 id="{part}">{TITLES[part]}</h2><p class="remark">{text(told)}</p><div id="draw-{part}"></div>'
 
 
 def tables(report: Mapping[str, Any], key: str, titles: Sequence[str], rows: Any, told: str) -> Iterator[str]:
-    """A table of each text that has this part."""
+    """HTML of a table for each text that has this part."""
     for each in report["texts"]:
         if key in each:
             name = f"{in_a_line(each['name'])} ({counted(len(each['tokens']), 'token')}): {told}"
@@ -112,7 +112,7 @@ def tables(report: Mapping[str, Any], key: str, titles: Sequence[str], rows: Any
 
 
 def table(name: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = False) -> str:
-    """A table that can be folded, and scrolls within itself where it is too wide."""
+    """HTML of a table that can be folded, and scrolls within itself where it is too wide."""
     head = "".join(f"<th scope=col>{text(each)}</th>" for each in titles)
     lines = "".join(f"<tr>{''.join(f'<td>{text(in_a_line(each))}</td>' for each in row)}</tr>" for row in rows)
     inner = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
@@ -121,7 +121,7 @@ def table(name: str, titles: Sequence[str], rows: Sequence[Sequence[str]], *, is
 
 
 def payload(report: Mapping[str, Any]) -> str:
-    """What the script draws, as JSON that cannot end its element, and whose texts are escaped."""
+    """The data that the script draws, as JSON that cannot close its script element; texts in it are escaped."""
     words: dict[str, int] = {}
     tree: dict[str, Any] = {
         "texts": [drawn_text(each, words) for each in report["texts"]],
@@ -132,7 +132,7 @@ def payload(report: Mapping[str, Any]) -> str:
 
 
 def drawn_experts(experts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the routers do, with the pairs of as many layers, evenly spaced, as the page has room for."""
+    """The experts' part of the data, with pairs only for as many layers, evenly spaced, as the page has room for."""
     layers = experts["layers"]
     with_pairs = spread(len(layers), max(1, MOST_PAIRS // experts["n_experts"] ** 2))
     kept = [
@@ -143,7 +143,7 @@ def drawn_experts(experts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_text(each: Mapping[str, Any], words: dict[str, int]) -> dict[str, Any]:
-    """One text; ``words`` numbers the texts of tokens, each of which is there once."""
+    """One text's part of the data. Tokens' texts become numbers in ``words``, to which new ones are added."""
     tree: dict[str, Any] = {
         "name": in_a_line(each["name"]),
         "tokens": [number_of(token, words) for token in each["token_texts"]],
@@ -160,7 +160,7 @@ def drawn_text(each: Mapping[str, Any], words: dict[str, int]) -> dict[str, Any]
 
 
 def drawn_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer's maps, a byte for each weight's root, row after row without the keys after the query."""
+    """One layer's maps: a byte for each weight's square root, row by row, without the keys after a query."""
     heads = []
     for head in layer["heads"]:
         flat = np.array([weight for row in head["weights"] for weight in row], np.float64)
@@ -171,7 +171,7 @@ def drawn_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_lens(row: Mapping[str, Any], words: dict[str, int]) -> dict[str, Any]:
-    """What the script draws of one layer's predictions."""
+    """One layer's row of the logit lens for the script."""
     return {
         "layer": row["layer"],
         "top": [[number_of(token, words) for token in top_K] for top_K in row["top_texts"]],
@@ -182,13 +182,13 @@ def drawn_lens(row: Mapping[str, Any], words: dict[str, int]) -> dict[str, Any]:
 
 
 def number_of(token: str, words: dict[str, int]) -> int:
-    """The number of a token's text as it is shown: in a line, its spaces to be seen where there is nothing else."""
+    """The number in ``words`` of a token's text in one line; one of spaces alone, or empty, is shown by symbols."""
     line = in_a_line(token)
     return words.setdefault(line if line.strip(" ") else "␣" * len(line) or "∅", len(words))
 
 
 def brief(values: Any) -> Any:
-    """Numbers with PAGE_DIGITS digits, those that are none as null."""
+    """Numbers, in nested lists, with PAGE_DIGITS digits; None for a text that stands for NaN or infinity."""
     if isinstance(values, list):
         return [brief(each) for each in values]
     return None if isinstance(values, str) else float(f"{values:.{PAGE_DIGITS}g}")

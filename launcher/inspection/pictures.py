@@ -1,4 +1,4 @@
-"""PNG pictures of the findings. matplotlib takes no dollar sign of a token for mathematics, and no font is fetched.
+"""PNG pictures of the findings. Dollar signs in tokens are not parsed as mathematics, and no font is downloaded.
 
 Shape letters: S sequence, L layers, E experts, N sources.
 """
@@ -21,12 +21,12 @@ from launcher.inspection.experts import tokens_of
 
 MAPS_PER_ROW = 4
 MAP_INCHES = 2.5
-MOST_LABELS = 48  # tokens that an axis names
-LONGEST_LABEL, LONGEST_NAME = 12, 40  # letters, of a token and of a text or source
+MOST_LABELS = 48  # the most tokens that an axis labels
+LONGEST_LABEL, LONGEST_NAME = 12, 40  # the most letters of a token, and of a text's or source's name
 COLORS = "viridis"
 DPI = 150
-ROOT = 0.5  # colours go by the root of a weight: most are small
-STRONGEST = 0.99  # this quantile of a layer's weights and all above have the strongest colour
+ROOT = 0.5  # exponent of the colour scale: most weights are small
+STRONGEST = 0.99  # weights from this quantile of a layer's weights on have the strongest colour
 
 
 def draw_all(report: Mapping[str, Any], folder: Path) -> list[str]:
@@ -49,32 +49,32 @@ def draw_all(report: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Letters that the font lacks come out as boxes, without a warning for each."""
+    """Saves the figure. Letters that the font lacks become boxes, without a warning for each."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(path, dpi=DPI)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A white figure that no window shows."""
+    """An empty white figure of this size in inches, which needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def label(text: str) -> str:
-    """A token as an axis names it."""
+    """A token's text as a label of an axis: short, in one line, its spaces visible."""
     return called(text, LONGEST_LABEL).replace(" ", "␣")
 
 
 def called(name: str, most: int = LONGEST_NAME) -> str:
-    """A name of at most so many letters."""
+    """A name in one line, shortened to at most ``most`` letters."""
     line = in_a_line(name)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def name_tokens(axes: Axes, texts: Sequence[str], *, x: bool = True, y: bool = False, size: float = 5) -> None:
-    """Names an axis's tokens, where there are few enough."""
+    """Labels the axes with tokens, where there are few enough of them."""
     if len(texts) > MOST_LABELS:
         return
     labels = [label(each) for each in texts]
@@ -85,7 +85,7 @@ def name_tokens(axes: Axes, texts: Sequence[str], *, x: bool = True, y: bool = F
 
 
 def full_map(head: Mapping[str, Any]) -> np.ndarray:
-    """weights_SS of a head, NaN where a key comes after the query."""
+    """The weights (S, S) of a head, NaN where a key comes after the query."""
     weights_SS = np.full((len(head["weights"]),) * 2, np.nan)
     for query, row in enumerate(head["weights"]):
         weights_SS[query, : query + 1] = np.array(row, np.float64)
@@ -93,13 +93,13 @@ def full_map(head: Mapping[str, Any]) -> np.ndarray:
 
 
 def strongest(maps: Sequence[np.ndarray]) -> float:
-    """The weight from which on a colour is the strongest."""
+    """The weight that gets the strongest colour, as do all larger ones."""
     weights = np.sort(np.concatenate([each[np.isfinite(each)] for each in maps]))
     return float(weights[int(STRONGEST * (len(weights) - 1))]) or 1.0 if len(weights) else 1.0
 
 
 def draw_attention(text: Mapping[str, Any], layer: Mapping[str, Any]) -> Figure:
-    """A map for each head of a layer; all have one scale of colours. Tokens are named at the left and at the bottom."""
+    """A figure with a map for each head of a layer, in one colour scale. Tokens are labelled left and at the bottom."""
     heads, n_tokens = layer["heads"], len(text["tokens"])
     n_columns = min(MAPS_PER_ROW, len(heads))
     n_rows = -(-len(heads) // n_columns)
@@ -127,7 +127,7 @@ def draw_attention(text: Mapping[str, Any], layer: Mapping[str, Any]) -> Figure:
 
 
 def draw_lens(text: Mapping[str, Any]) -> Figure:
-    """The probability that each layer would give the next token."""
+    """A figure of the probability that each layer would give to each next token of the text."""
     probabilities_LS = np.array([row["next_probability"] for row in text["lens"]], np.float64)
     n_rows, n_columns = probabilities_LS.shape
     figure = new_figure(min(14.0, max(5.0, 0.22 * n_columns + 2)), min(12.0, 0.28 * n_rows + 2))
@@ -146,7 +146,7 @@ def draw_lens(text: Mapping[str, Any]) -> Figure:
 
 
 def draw_experts(experts: Mapping[str, Any], layer: Mapping[str, Any]) -> Figure:
-    """Which experts work together, and each source's load of each expert."""
+    """A figure for one layer: which experts share tokens, and the load of each expert by source."""
     counts_NE = np.array(layer["source_counts"], np.float64)
     pairs_EE = np.array(layer["pairs"], np.float64)
     loads_NE = counts_NE / np.maximum(1, counts_NE.sum(1, keepdims=True)) * counts_NE.shape[1]

@@ -1,4 +1,4 @@
-"""The findings as a tree fit for JSON, from which the page, the pictures and the terminal's lines are made."""
+"""The report on the findings, as JSON, from which the page, the pictures and the terminal's text are made."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from launcher.inspection.experts import Tally, by_chance, shares_of, specialisat
 from launcher.inspection.look import Look, TextLook
 from launcher.replay.report import number
 
-DIGITS = 6  # of weights and probabilities
+DIGITS = 6  # significant digits of weights and probabilities
 
 
 def build_report(look: Look, about: dict[str, Any], notes: list[str], text_of: Callable[[int], str]) -> dict[str, Any]:
-    """The whole report. ``about`` says what was looked at; ``text_of`` what an id is as text."""
+    """The whole report. ``about`` describes the model and the run; ``text_of`` gives the text of a token id."""
     tree: dict[str, Any] = {**about, "notes": notes, "checks": checks_of(look)}
     tree["texts"] = [text_tree(each, text_of) for each in look.texts]
     if look.n_experts is not None and look.sources:
@@ -24,7 +24,7 @@ def build_report(look: Look, about: dict[str, Any], notes: list[str], text_of: C
 
 
 def checks_of(look: Look) -> dict[str, Any]:
-    """What was compared with the model's own outputs as it ran."""
+    """The results of comparing attention weights and the lens with the model's own outputs."""
     layers = [weights for text in look.texts for weights in text.attention]
     found: dict[str, Any] = {}
     if layers:
@@ -46,7 +46,7 @@ def _comparable(value: float) -> float:
 
 
 def text_tree(look: TextLook, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """What the report holds of one text, as JSON."""
+    """One text's part of the report."""
     tree: dict[str, Any] = {
         "name": look.text.name,
         "tokens": list(look.text.ids),
@@ -67,7 +67,7 @@ def text_tree(look: TextLook, text_of: Callable[[int], str]) -> dict[str, Any]:
 
 
 def attention_tree(weights: LayerWeights) -> dict[str, Any]:
-    """One layer's maps: of each query its weights up to its own place, and the sink's."""
+    """One layer's attention: for each head its habits, and each query's weights up to its own place and its sink's."""
     heads = []
     for place, habits in enumerate(habits_of(weights)):
         weights_SS = weights.weights_HSS[place].numpy()
@@ -86,7 +86,7 @@ def attention_tree(weights: LayerWeights) -> dict[str, Any]:
 
 
 def lens_tree(look: TextLook, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """A row for the embedding (layer null) and each layer; of the text's last token the next is not known."""
+    """A row for the embedding (layer None) and for each layer. The last token of the text has no known next token."""
     lens = look.lens
     assert lens is not None
     rows = []
@@ -109,7 +109,7 @@ def lens_tree(look: TextLook, text_of: Callable[[int], str]) -> list[dict[str, A
 
 
 def experts_tree(look: Look) -> dict[str, Any]:
-    """What the routers do with the tokens of all sources, by layer."""
+    """The routers' choices for the tokens of all sources, by layer."""
     assert look.n_experts is not None
     total, names = look.tally, list(look.sources)
     return {
@@ -122,7 +122,7 @@ def experts_tree(look: Look) -> dict[str, Any]:
 
 
 def layer_tree(layer: int, total: Tally, sources: list[Tally]) -> dict[str, Any]:
-    """One layer: load, pairs, and how sources differ."""
+    """One layer's counts of tokens by expert, by pair of experts and by source, and how sources differ."""
     counts_NE = np.stack([tally.counts[layer] for tally in sources])
     shares_NE = np.stack([shares_of(counts_E) for counts_E in counts_NE])
     pair = strongest_pair(total.pairs[layer])
@@ -142,7 +142,7 @@ def layer_tree(layer: int, total: Tally, sources: list[Tally]) -> dict[str, Any]
 
 
 def rounded(values: np.ndarray) -> list[Any]:
-    """Nested lists of the numbers with DIGITS digits; text where JSON has no number."""
+    """The numbers as nested lists, with DIGITS digits; NaN and infinity as text, since JSON has no such numbers."""
     if values.ndim > 1:
         return [rounded(each) for each in values]
     return [number(float(f"{value:.{DIGITS}g}")) for value in values.tolist()]

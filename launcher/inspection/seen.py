@@ -1,7 +1,7 @@
-"""A forward pass, and what is seen inside: attention's weights, routers' choices, the residual stream.
+"""Runs a forward pass and records attention's inputs and outputs, routers' choices and the residual stream.
 
-The model computes as it always does. Hooks of torch read what modules put out; queries and keys are read at
-``Attention.core``, a seam that docs/decisions/seams.md names: what stands there is called, and its result returned.
+The model computes as it always does. Torch's hooks read modules' outputs. Queries and keys are read at
+``Attention.core``, a seam that docs/decisions/seams.md names: a wrapper records them and calls the core.
 
 Shape letters: B batch, S sequence, D d_model, H heads, G key-value heads, C d_head, V vocab_size.
 """
@@ -24,7 +24,7 @@ from modeling.score_terms import ScoreTerms
 
 @dataclass
 class Called:
-    """One call of a layer's attention: what its core was given, and what the module was given and put out."""
+    """One call of a layer's attention: the inputs of its core, and the input and output of the module."""
 
     core: AttentionCore
     q_BSHC: Tensor
@@ -38,20 +38,20 @@ class Called:
 
 @dataclass
 class Seen:
-    """What one forward pass did."""
+    """What was recorded of one forward pass."""
 
     context: Context
-    called: dict[int, Called] = field(default_factory=dict)  # layer -> its attention, where asked for
-    routing: dict[int, Routing] = field(default_factory=dict)  # layer -> what its router gave
+    called: dict[int, Called] = field(default_factory=dict)  # layer -> its attention's call, where asked for
+    routing: dict[int, Routing] = field(default_factory=dict)  # layer -> its router's result
     residuals: list[Tensor] = field(default_factory=list)  # (B, S, D): entering the first layer, then after each
     logits_BSV: Tensor | None = None
 
 
 @torch.no_grad()
 def see(model: Decoder, tokens_BS: Tensor, context: Context, attention_layers: Sequence[int] = ()) -> Seen:
-    """Runs the model once; of ``attention_layers`` attention's inputs and outputs are kept, too.
+    """Runs the model once and returns what was recorded, with attention's inputs and outputs in ``attention_layers``.
 
-    The model is left as it was: hooks are taken off, and seams hold what they held.
+    Afterwards the model is as it was: hooks are removed, and the attention cores are put back.
     """
     seen = Seen(context)
     with watching(model, seen, attention_layers):
@@ -61,7 +61,7 @@ def see(model: Decoder, tokens_BS: Tensor, context: Context, attention_layers: S
 
 @contextlib.contextmanager
 def watching(model: Decoder, seen: Seen, attention_layers: Sequence[int]) -> Iterator[None]:
-    """Writes into ``seen`` what happens in the model as long as the block lasts."""
+    """Records the model's forward passes into ``seen`` while the context lasts."""
     layers = model.own_layers
 
     def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -83,7 +83,7 @@ def watching(model: Decoder, seen: Seen, attention_layers: Sequence[int]) -> Ite
 
 
 def attention_of(model: Decoder, layer: int) -> Attention:
-    """A layer's attention to keys."""
+    """The attention module of a layer, which must not be one of linear attention."""
     attention = model.layer_of(str(layer)).attention
     assert isinstance(attention, Attention), layer
     return attention
@@ -98,7 +98,7 @@ def _keeping(into: dict[int, Routing], layer: int) -> Any:
 
 @contextlib.contextmanager
 def watching_core(attention: Attention, layer: int, seen: Seen) -> Iterator[None]:
-    """Keeps what the layer's core is given, and what its module is given and puts out."""
+    """Records the inputs of the layer's core, and the module's input and output, into ``seen`` while it lasts."""
     core = attention.core
 
     def watched(q: Tensor, k: Tensor, v: Tensor, context: Context, window: int | None, terms: ScoreTerms) -> Tensor:

@@ -1,4 +1,4 @@
-"""A short summary on the terminal."""
+"""Prints a short summary of an inspection on the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from launcher.inspection.words import (
 )
 from launcher.tables import plain_table, wide_console
 
-MOST_ROWS = 24  # of a table; the page and --json have all
+MOST_ROWS = 24  # rows of a table; the page and --json have all
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """The checks first, then the experts, then each text."""
+    """Prints the checks, then the experts, then each text."""
     say(in_a_line(headline(report)))
     for _, line in check_lines(report):
         say(in_a_line(line))
@@ -42,7 +42,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 def print_table(
     title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (), most: int = MOST_ROWS
 ) -> None:
-    """A table with a title; ``left``: columns of words rather than numbers."""
+    """Prints a table with a title. ``left`` are the columns aligned left, which hold words rather than numbers."""
     more = f" ({most} of {len(rows)}; --out and --json have all)" if len(rows) > most else ""
     say("\n" + in_a_line(title) + more)
     table = plain_table(*(each if place in left else f">{each}" for place, each in enumerate(titles)))

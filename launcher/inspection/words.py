@@ -1,4 +1,4 @@
-"""The findings in words and tables, which the terminal and the page share."""
+"""The findings in words and table rows, for both the terminal and the page."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(report: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    """(whether it is so, the sentence) of each check that was made."""
+    """A pair for each check that was made: whether it passed, and a sentence on it."""
     found = []
     attention = report["checks"].get("attention")
     if attention is not None:
@@ -40,7 +40,7 @@ def check_lines(report: Mapping[str, Any]) -> list[tuple[bool, str]]:
 
 
 def head_rows(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A table's rows, one for each head of each layer: where it looks."""
+    """Table rows on where each head of each layer looks; see HEAD_TITLES."""
     rows = []
     for layer in text["attention"]:
         window = "all" if layer["window"] is None else str(layer["window"])
@@ -55,7 +55,7 @@ HEAD_TITLES = ("layer", "head", "window", "first token", "token before", "itself
 
 
 def layer_rows(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of each layer, how far its heads look, and which one looks most at the first token, and at the one before."""
+    """Table rows on each layer's heads: how far they look, and which looks most at the first and the previous token."""
     rows = []
     for layer in text["attention"]:
         heads = layer["heads"]
@@ -77,7 +77,7 @@ LAYER_TITLES = ("layer", "window", "mean distance", "most on the first token", "
 
 
 def expert_rows(experts: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of each layer: the busiest experts, those that work together, what they tell of the source."""
+    """Table rows on each layer's experts: the busiest, idle ones, the strongest pair, and how sources differ."""
     rows = []
     for layer in experts["layers"]:
         total = max(1, sum(layer["counts"]))
@@ -100,7 +100,7 @@ EXPERT_TITLES = ("layer", "busiest experts (share)", "idle", "most often togethe
 
 
 def lens_rows(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A table's rows, one for each layer: what it would predict."""
+    """Table rows on how well each layer would predict the next tokens; see LENS_TITLES."""
     rows = []
     for row in text["lens"]:
         name = "embedding" if row["layer"] is None else str(row["layer"])
@@ -115,7 +115,7 @@ LENS_TITLES = ("after layer", "loss (nats)", "likeliest is right", "median rank 
 
 
 def experts_of(report: Mapping[str, Any]) -> str:
-    """Which tokens the experts' tables are made of."""
+    """The tokens from which the experts' tables were made, in words."""
     experts = report["experts"]
     counts = ", ".join(f"{name} {counted(n, 'token')}" for name, n in experts["tokens"].items())
     if experts["of_heldout"]:
@@ -125,7 +125,7 @@ def experts_of(report: Mapping[str, Any]) -> str:
 
 
 def next_of(text: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """What the model would go on with: its likeliest tokens and their probabilities."""
+    """The likeliest tokens after the text's end, with their probabilities."""
     last = text["lens"][-1]
     return list(zip(last["top_texts"][-1], last["top_probabilities"][-1], strict=True))
 
@@ -136,10 +136,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def percent(part: Any) -> str:
-    """A share as text: "12%"; what is no number, as it is."""
+    """A share as text, as "12%"; a text such as "NaN" is returned as it is."""
     return f"{100 * part:.0f}%" if isinstance(part, int | float) else str(part)
 
 
 def shown(value: Any) -> str:
-    """A number with three digits."""
+    """A number as text, a float with three digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

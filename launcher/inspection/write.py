@@ -1,4 +1,4 @@
-"""What --out asks for: the page alone, or a folder of the page and its pictures, in one act."""
+"""Writes what --out asks for: the page alone, or a folder of the page and its pictures, whole or not at all."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ PAGE = "inspect.html"
 
 
 def write_out(target: Path, report: dict[str, Any]) -> list[Path]:
-    """Writes ``target`` and returns the files, the page first. Raises UserError where it cannot; nothing stays then."""
+    """Writes ``target`` and returns the files, the page first. Raises UserError where it cannot, leaving nothing."""
     page = render(report, made_at())
     try:
         with undoing():
@@ -35,7 +35,7 @@ def _write(target: Path, page: str, report: dict[str, Any]) -> list[Path]:
 
 
 def _write_folder(target: Path, page: str, report: dict[str, Any]) -> list[Path]:
-    """Under another name first, so that no half of it is ever found under its own."""
+    """Writes the folder under another name first, so that it never exists half written under its own."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         partial.mkdir()

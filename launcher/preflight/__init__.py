@@ -1,1 +1,1 @@
-"""`roundtable preflight`: which nodes are slow or broken, judged by what the others can do."""
+"""`roundtable preflight`: finds slow or broken nodes by comparing each node with the others."""

@@ -1,8 +1,8 @@
-"""From what was measured to a verdict on each node.
+"""Judges each node of a job by what was measured: ok, slow or broken.
 
-What hardware should reach is not known here, so each figure is compared with the median of the others': nodes of one
-job are meant to be alike. A link is slow or broken because of either end; a node's best meeting shows what its own end
-can do.
+What the hardware should reach is not known here, so each figure is compared with the median of the others', since the
+nodes of one job are meant to be alike. A link may be slow or broken because of either end, so a node is judged by the
+best of its links to other nodes.
 """
 
 import statistics
@@ -12,14 +12,14 @@ from typing import Literal, TypeVar
 
 from parallel.preflight.findings import Device, Disk, Findings, Link
 
-# A figure below this share of the others' median makes a node slow. GPUs of one model, with nothing else on them, are
-# alike in products and memory; links depend on what else uses the switches; a shared disk on what everybody does.
+# A figure below this share of the others' median makes a node slow. GPUs of one model with nothing else on them are
+# alike in products and memory; links depend on what else uses the switches, and a shared disk on all its users.
 LEAST = {"products": 0.8, "memory": 0.8, "within": 0.7, "across": 0.5, "disk": 0.1}
-# Processes share a CPU with each other and with anything else: only what is far off says something.
+# Processes share a CPU with each other and with anything else, so only a large difference is a sign of a fault.
 LEAST_ON_CPU = {"products": 0.2, "memory": 0.2, "within": 0.1, "across": 0.1, "disk": 0.1}
-STEADY = 0.5  # a GPU's worst repeat over its best: below it throttles
-ROOM = 0.9  # a GPU's free memory over the others' median: below, something else is on it
-BRIEF_SECONDS = 2.0  # a write or a read that took no longer is not called slow: too little to tell
+STEADY = 0.5  # a GPU's worst repeat over its best; below this it throttles
+ROOM = 0.9  # a GPU's free memory over the others' median; below this something else is on it
+BRIEF_SECONDS = 2.0  # a write or read that took no longer than this is not called slow: it is too short to judge
 
 Key = TypeVar("Key")
 State = Literal["ok", "slow", "broken", "not measured"]
@@ -27,7 +27,7 @@ State = Literal["ok", "slow", "broken", "not measured"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A node's state, and why, in words."""
+    """A node's state, and the reasons for it in words."""
 
     node: str
     state: State
@@ -35,25 +35,25 @@ class Verdict:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a run should do without the node."""
+        """Whether a run should leave the node out."""
         return self.state in ("slow", "broken")
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict for each node, in order, and what could not be told."""
+    """A verdict for each node, in order, and notes on what could not be found out."""
 
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
 
     @property
     def bad_nodes(self) -> list[str]:
-        """The nodes to do without."""
+        """The names of the nodes that a run should leave out."""
         return [verdict.node for verdict in self.verdicts if verdict.is_bad]
 
 
 def judge(found: Findings) -> Judgement:
-    """The verdicts. Only what was measured on nodes that came through everything is compared."""
+    """The verdict on each node. A link to a broken node is not held against the other node."""
     if len(found.nodes) > 2 and set(found.silent) == set(found.nodes[1:]):
         return _lead_is_cut_off(found)
     broken = {node: list(lines) for node, lines in found.failures.items()}
@@ -98,7 +98,7 @@ def below(values: Mapping[Key, float], least: float) -> dict[Key, float]:
 
 
 def slow_devices(devices: Iterable[Device]) -> dict[str, list[str]]:
-    """Nodes with a device that is slower than the others, throttles, or is in use, and the reasons."""
+    """Node -> reasons, for nodes with a device that is slower than the others, throttles, or is in use."""
     by_rank = {device.rank: device for device in devices}
     on_gpu = any(device.kind == "cuda" for device in by_rank.values())
     least = LEAST if on_gpu else LEAST_ON_CPU
@@ -123,9 +123,9 @@ def slow_devices(devices: Iterable[Device]) -> dict[str, list[str]]:
 
 
 def slow_links(found: Findings, gone: Mapping[str, object]) -> dict[str, list[str]]:
-    """Nodes that are slow within, or slow with every partner they met.
+    """Node -> reasons, for nodes whose collectives are slow within the node, or with every other node they met.
 
-    With fewer than three nodes that met, the partner's end cannot be told from a node's own.
+    With fewer than three nodes that met, it cannot be told which end of a link is slow, so none is called slow.
     """
     least = LEAST if any(device.kind == "cuda" for device in found.devices) else LEAST_ON_CPU
     reasons: dict[str, list[str]] = {}
@@ -145,7 +145,7 @@ def slow_links(found: Findings, gone: Mapping[str, object]) -> dict[str, list[st
 
 
 def best_across(pairs: Iterable[Link], gone: Mapping[str, object], figure: Callable[[Link], float]) -> dict[str, float]:
-    """Each node's best figure among its meetings with nodes that are not ``gone``."""
+    """Each node's best figure among its links to nodes that are not ``gone``; failed links are left out."""
     best: dict[str, float] = {}
     for link in pairs:
         if link.failure is None and not any(node in gone for node in link.nodes):
@@ -165,7 +165,7 @@ def _all_to_all(link: Link) -> float:
 
 
 def slow_disks(disks: Iterable[Disk]) -> dict[str, list[str]]:
-    """Nodes that write or read far slower than the others."""
+    """Node -> reasons, for nodes that write to or read from the shared disk far slower than the others."""
     by_node = {disk.node: disk for disk in disks}
     reasons: dict[str, list[str]] = {}
     for what, seconds in (("writes", lambda disk: disk.write_seconds), ("reads", lambda disk: disk.read_seconds)):
@@ -178,7 +178,7 @@ def slow_disks(disks: Iterable[Disk]) -> dict[str, list[str]]:
 
 
 def unshared_disks(disks: Iterable[Disk], nodes: Iterable[str], gone: Mapping[str, object]) -> dict[str, list[str]]:
-    """Nodes whose disk is not that of the others, by who does not see whose file."""
+    """Node -> reasons, for nodes whose run directory is not on the others' disk, by whose file is not seen where."""
     missing = [(disk.node, other) for disk in disks for other in disk.misses]
     reasons = {}
     for node, partners in culprits(missing, nodes, gone).items():
@@ -188,7 +188,7 @@ def unshared_disks(disks: Iterable[Disk], nodes: Iterable[str], gone: Mapping[st
 
 
 def broken_links(found: Findings, gone: Mapping[str, object]) -> dict[str, list[str]]:
-    """Nodes that fail alone, or with their partners."""
+    """Node -> reasons, for nodes whose own ranks fail together, or that fail with other nodes."""
     reasons = {
         link.nodes[0]: [f"its ranks do not come together: {link.failure}"]
         for link in found.within
@@ -204,10 +204,10 @@ def broken_links(found: Findings, gone: Mapping[str, object]) -> dict[str, list[
 def culprits(
     failed: Iterable[tuple[str, ...]], nodes: Iterable[str], gone: Mapping[str, object]
 ) -> dict[str, list[str]]:
-    """The fewest nodes, one by one, without which no pair fails, each with those it failed with.
+    """The nodes to blame for failed pairs, each with the nodes it failed with; without them no pair fails.
 
-    Pairs with a node that is ``gone`` say nothing of the other. Of two that fail as often, the later one is taken: the
-    first node leads, and with it the others have spoken.
+    The node with the most failed pairs is taken first, and so on. Pairs with a node that is ``gone`` do not count. Of
+    two nodes that fail equally often the later one is blamed, since the first leads, and the others have reached it.
     """
     left = [frozenset(pair) for pair in failed if not any(node in gone for node in pair)]
     order = list(nodes)
@@ -222,7 +222,7 @@ def culprits(
 
 
 def untold(found: Findings) -> Iterable[str]:
-    """What so few nodes cannot show."""
+    """Notes on what could not be found out, with so few nodes or because all together failed."""
     if len(found.devices) == 1:
         yield "one process alone: its figures are not compared with anything"
     met = {node for link in found.pairs for node in link.nodes}

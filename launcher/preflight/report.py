@@ -1,4 +1,4 @@
-"""A preflight's outcome, as a table and as JSON."""
+"""The outcome of a preflight as a table and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,7 +24,7 @@ NONE = "-"
 
 
 def as_json(found: Findings, judgement: Judgement, seconds: float) -> dict[str, Any]:
-    """The verdicts and all that was measured, as they are kept in RUN_DIR/preflight."""
+    """The verdicts and all measurements as JSON, as kept in RUN_DIR/preflight."""
     return {
         "bad_nodes": judgement.bad_nodes,
         "verdicts": [asdict(verdict) for verdict in judgement.verdicts],
@@ -35,7 +35,7 @@ def as_json(found: Findings, judgement: Judgement, seconds: float) -> dict[str, 
 
 
 def lines(found: Findings, judgement: Judgement, seconds: float) -> Iterator[str]:
-    """A row for each node, of its slowest rank and its best meeting; then why, what cannot be told, and the sum."""
+    """The report's lines: a row for each node with its slowest rank and best links, then reasons, notes, a summary."""
     rows = [[title for title, _ in TITLES], [unit for _, unit in TITLES]]
     rows += [_row(found, verdict) for verdict in judgement.verdicts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,1 +1,1 @@
-"""A training step by local processes on this machine's processor: what it asks for, and how long that takes."""
+"""Planning of a training step by local processes on this machine's CPU: the work in it, and the seconds it takes."""

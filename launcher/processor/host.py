@@ -1,4 +1,4 @@
-"""What a call of torch costs where nothing is large: a step of a tiny relative of the config, under its own layout."""
+"""Measures the time of a call of torch on small tensors, in a step of a tiny model under the config's own layout."""
 
 import dataclasses
 import time
@@ -17,12 +17,15 @@ from launcher.training.state import TrainState
 from parallel.mesh import Degrees, close_mesh, open_mesh, wait_for_all
 
 TIMED, WARM = 9, 3
-MICRO_BATCHES = 3  # without a pipeline; with one, what its every schedule takes
+MICRO_BATCHES = 3  # without a pipeline; with one, as many as every schedule takes
 TIMEOUT_SECONDS = 240
 
 
 def call_seconds(config: RunConfig, world_size: int) -> Call:
-    """One rank's share: a tiny relative's step over the calls in it. All ranks that `run_ranks` has started call it."""
+    """The seconds of a tiny model's step over the number of calls in it, on this rank.
+
+    All ranks that `run_ranks` has started call it.
+    """
     config = tiny_relative(config, world_size)
     prepare_process(config)
     mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
@@ -45,7 +48,7 @@ def call_seconds(config: RunConfig, world_size: int) -> Call:
 
 
 def tiny_relative(config: RunConfig, world_size: int) -> RunConfig:
-    """The same layers, layout and schedule, their dims as small as a proof's, and few micro-batches."""
+    """The config with the same layers, layout and schedule, but dims as small as a proof's, and few micro-batches."""
     model, train = config.model, config.train
     degrees = Degrees.of(config.parallel, world_size)
     seq_len = least_seq_len(degrees)

@@ -1,15 +1,17 @@
-"""Products of 16 bits on this processor: one that has no instructions for them multiplies number by number."""
+"""Measures how slow 16-bit matrix products are on this CPU: without instructions for them they are very slow."""
 
 import time
 from typing import Literal
 
-SLOW = 3.0  # times; 66 to 109 were seen on an AMD EPYC without products of its own for bf16 (one thread, 2026-11-22)
+# Above this many times the time in fp32, 16-bit products count as slow. 66 to 109 times were seen on an AMD EPYC
+# without instructions for bf16 (one thread, 2026-11-22).
+SLOW = 3.0
 
 
 def narrow_cost(precision: Literal["bf16", "fp16"] = "bf16", rounds: int = 10) -> float:
-    """How many times as long as in fp32 a matrix product takes in that precision: the least of ``rounds`` each.
+    """How many times as long as in fp32 a matrix product takes in that precision, by the least of ``rounds`` each.
 
-    In turn, since what else runs here may hold up all of one kind.
+    The two alternate, since other work on the machine might slow down all products of one kind.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a step asks of a processor, summed by what its time follows from: kind, dtype, rough shape, size."""
+"""Records the work of a step on a CPU, summed by what determines its time: kind, dtype, rough shape and size."""
 
 import math
 import weakref
@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
 
-# A tensor of so many bytes or more is mapped anew each time, and each of its pages is a fault
-# (launcher.training.heap.keep_heap_from_growing).
+# A tensor of at least so many bytes is mapped anew each time it is allocated, and each of its pages faults when it is
+# first written (launcher.training.heap.keep_heap_from_growing).
 MAPPED_BYTES = 4 << 20
-CACHED_BYTES = (512 << 10, 8 << 20)  # what one operation moves within a core's own cache, and within all cores'
+CACHED_BYTES = (512 << 10, 8 << 20)  # the most that an operation moves within a core's own cache, and the shared one
 LEVELS = ("near", "shared", "memory")
 
-# Operations by what they do with each byte; all others add or multiply.
+# Operations by the kind of work they do for each byte; all others count as "add".
 FAMILIES = {
     "copy": "copy_ clone cat stack fill_ zero_ zeros zeros_like ones ones_like new_zeros new_ones full constant_pad_nd",
     "math": "exp exp_ log log2 pow rsqrt sqrt sigmoid sigmoid_backward silu silu_backward tanh gelu gelu_backward "
@@ -32,36 +32,36 @@ FAMILIES = {
 }
 FAMILY_OF = {name: family for family, names in FAMILIES.items() for name in names.split()}
 
-KEPT = frozenset(("aten::new_empty",))  # scratch, which is kept from call to call (modeling.kernels.scratch)
-ASKED_OF_FAKES = frozenset(("prim::device",))  # that a real tensor answers itself
+KEPT = frozenset(("aten::new_empty",))  # allocates scratch memory that is kept between calls (modeling.kernels.scratch)
+ASKED_OF_FAKES = frozenset(("prim::device",))  # called for fake tensors alone: no call is made for real ones
 
 
 class Ask(NamedTuple):
-    """One kind of work. ``shape`` is rough: powers of two."""
+    """One kind of work, the key by which operations are summed. Sizes in ``shape`` are rounded to powers of two."""
 
     phase: Phase
     kind: str  # product, attention, a family, "pages", "call", or a collective
     dtype: str
-    shape: tuple[int, ...]  # of a product its rows, depth, columns and whether its factors are turned
-    level: str  # of a family: the nearest memory that holds what it moves
+    shape: tuple[int, ...]  # for a product: rows, depth, columns, and whether each factor is transposed
+    level: str  # for a family: the nearest memory that holds what it moves; for a collective: "wire"
 
 
 class Amounts(NamedTuple):
-    """How often, and how much in all: FLOPs of products and attention, bytes of all else."""
+    """The number of calls, and their units in all: FLOPs for products and attention, bytes for everything else."""
 
     calls: int
     units: float
 
 
 class StepRecorder(TorchDispatchMode):
-    """Sums up what is asked for while it is entered."""
+    """A mode that sums up the work of all operations while it is entered; ``found`` gives the result."""
 
     def __init__(self, regions: Regions) -> None:
         super().__init__()
         self.regions = regions
         self.calls: Counter[Ask] = Counter()
         self.units: dict[Ask, float] = {}
-        self.unwritten: dict[int, int] = {}  # large storage -> bytes of it that nothing was written to
+        self.unwritten: dict[int, int] = {}  # large storage -> bytes of it that were not written to yet
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -82,7 +82,7 @@ class StepRecorder(TorchDispatchMode):
         self.units[ask] = self.units.get(ask, 0.0) + units
 
     def pages(self, name: str, args: Any, kwargs: Any, out: Any, *, is_work: bool) -> int:
-        """Bytes of large tensors that an operation is the first to write to."""
+        """Bytes of large tensors that this operation is the first to write to, whose pages fault."""
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         large = [each for each in made if each.untyped_storage().nbytes() >= MAPPED_BYTES]
         if not large or name in KEPT:
@@ -104,12 +104,12 @@ class StepRecorder(TorchDispatchMode):
         return pages
 
     def found(self) -> dict[Ask, Amounts]:
-        """The calls and units of everything that the step asked for."""
+        """The calls and units of each kind of work recorded so far."""
         return {ask: Amounts(calls, float(self.units[ask])) for ask, calls in self.calls.items()}
 
 
 def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[Ask, float]:
-    """What an operation asks for, and how much of it."""
+    """The kind of work of an operation, and its units."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     if work.collective is not None:
         return Ask(phase, work.collective, dtype_of(given), (group_size(args),), "wire"), work.sent_bytes
@@ -131,7 +131,7 @@ def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[A
 
 
 def product_shape(name: str, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Rows, depth and columns, and whether each factor is turned: its rows are not what lies side by side."""
+    """Rows, depth and columns, rounded, and whether each factor is transposed (its last dim is not contiguous)."""
     assert name not in GROUPED, "on a processor experts go one after another"
     left, right = given[1:3] if name in ("addmm", "baddbmm") else given[:2]
     many = left.shape[0] if left.dim() == 3 else 1
@@ -145,5 +145,5 @@ def rough(number: int) -> int:
 
 
 def dtype_of(tensors: Sequence[torch.Tensor]) -> str:
-    """bf16 where any is of 16 bits, else fp32: whole numbers are moved as these are."""
+    """The dtype for rates: bf16 where any tensor has 16 bits, else fp32. Integers count as fp32."""
     return "bf16" if any(each.dtype in (torch.bfloat16, torch.float16) for each in tensors) else "fp32"

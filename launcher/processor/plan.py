@@ -13,12 +13,12 @@ from launcher.processor.rates import Call, Machine, measure_rank, merged, slowes
 from launcher.processor.seconds import step_seconds
 
 TIMEOUT_SECONDS = 600.0
-CROWD = 2  # processes a core that measure at once: what they do to each other's caches counts
+CROWD = 2  # processes per core that measure at the same time, so that the effect on each other's caches counts
 Positions = list[dict[Ask, Amounts]]
 
 
 def trace(path: Path, overrides: Sequence[str], world_size: int) -> Positions | None:
-    """What each pipeline position asks for, by a process of its own; None, told in a line, where that fails."""
+    """The work of each pipeline position, traced in a process of its own; None, with a line why, where that fails."""
     from launcher.processor.trace import from_rows
 
     request = {"config": str(path), "overrides": list(overrides), "world_size": world_size}
@@ -32,7 +32,7 @@ def cores() -> int:
 
 
 def measure(positions: Sequence[Positions], world_size: int) -> Machine:
-    """The rates that the steps of some configs on as many processes need."""
+    """This machine's rates for all the work in ``positions`` (for each config), with ``world_size`` processes."""
     from parallel.processes.start import run_ranks
 
     asked = {ask for each in positions for found in each for ask in found}
@@ -45,7 +45,7 @@ def measure(positions: Sequence[Positions], world_size: int) -> Machine:
 
 
 def measure_host(config: RunConfig, world_size: int) -> Call:
-    """What a call of torch costs under the config's layout, stage of ZeRO and precision."""
+    """The time of a call of torch under the config's layout, ZeRO stage and precision, from all ranks."""
     from launcher.processor.host import call_seconds
     from parallel.processes.start import run_ranks
 
@@ -53,7 +53,7 @@ def measure_host(config: RunConfig, world_size: int) -> Call:
 
 
 def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_size: int) -> dict[str, Any] | None:
-    """The plan as JSON; None, told in a line, where the step cannot be traced. Raises UserError."""
+    """The plan as JSON; None, with a line why, where the step cannot be traced. Raises UserError for a wrong config."""
     tell("tracing a step over fake tensors")
     positions = trace(path, overrides, world_size)
     if positions is None:
@@ -63,7 +63,7 @@ def plan_here(config: RunConfig, path: Path, overrides: Sequence[str], world_siz
 
 
 def as_json(config: RunConfig, world_size: int, positions: Positions, machine: Machine, call: Call) -> dict[str, Any]:
-    """The planned step's seconds by part, and what follows from them, as `--json` prints them."""
+    """The planned step's seconds in all and by part, and tokens a second, as `--json` prints them."""
     seconds, shares = step_seconds(config, world_size, positions, machine, call)
     slowest = max(shares, key=lambda each: each.of())
     tokens = config.train.batches.sizes[-1] * config.data.seq_len
@@ -74,8 +74,8 @@ def as_json(config: RunConfig, world_size: int, positions: Positions, machine: M
         "share_of_a_core": machine.share,
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "processor_seconds": sum(each.of() for each in shares) / len(shares),  # of a process, in the mean
-        "seconds_by_part": slowest.parts(),  # of the slowest position, on a core of its own
+        "processor_seconds": sum(each.of() for each in shares) / len(shares),  # the mean over processes
+        "seconds_by_part": slowest.parts(),  # at the slowest position, on a core of its own
         "seconds_a_call": call.processor,
         "calls": sum(calls for found in positions[:1] for ask, (calls, _) in found.items() if ask.kind == "call"),
     }

@@ -1,7 +1,7 @@
-"""What this machine's processor does in a second: products by rough shape, bytes by kind of work, messages over gloo.
+"""Measures this machine's CPU rates: products by rough shape, bytes by kind of work, messages over gloo.
 
-Each rate is measured by itself, while as many processes measure as a step's ranks would compute at once; no step of the
-config that is planned is run.
+Each rate is measured by itself, while as many processes measure as ranks of a step would compute at the same time. No
+step of the planned config is run.
 """
 
 import time
@@ -18,30 +18,30 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.processor.ops import Ask
 
-SHARE_SECONDS = 1.0  # that each process computes for, to see its share of a core; twice
-SECONDS = 0.02  # that each is repeated for, at least
+SHARE_SECONDS = 1.0  # how long each process computes to measure its share of a core; done twice
+SECONDS = 0.02  # the least processor time for which each measured call is repeated
 LEAST_CALLS, MOST_CALLS = 3, 200
-# Bytes that one operation moves, in the middle of what belongs to each level.
+# Bytes that the measured operation moves, in the middle of each level's range (launcher.processor.ops.CACHED_BYTES).
 MOVED = {"near": 128 << 10, "shared": 3 << 20, "memory": 48 << 20}
-WIDTH = 256  # of rows that are gathered
-FRESH_BYTES = 16 << 20
+WIDTH = 256  # elements of a row, where rows are gathered
+FRESH_BYTES = 16 << 20  # bytes of a new tensor whose pages fault
 COLD_BYTES = 64 << 20  # more than caches hold
-SMALL, LARGE = 1 << 10, 4 << 20  # bytes of a message
+SMALL, LARGE = 1 << 10, 4 << 20  # bytes of the two measured messages
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective takes ``latency``, and as much more a byte that a rank sends."""
+    """The seconds of a collective: ``latency``, plus ``per_byte`` for each byte that a rank sends."""
 
     latency: float
     per_byte: float
 
 
 class Call(NamedTuple):
-    """Seconds of one of torch's calls, with the Python and DeepSpeed around it and the messages' own latency.
+    """Mean seconds of one call of torch, with the Python and DeepSpeed code around it and the latency of messages.
 
-    ``wall`` holds what ranks wait for each other besides, in the crowd of all of them; ``processor`` does not.
+    ``wall`` also includes the time for which ranks wait for each other and for a core; ``processor`` does not.
     """
 
     wall: float
@@ -50,17 +50,17 @@ class Call(NamedTuple):
 
 @dataclass
 class Machine:
-    """Seconds by what is asked for."""
+    """The machine's rates, as seconds by kind of work."""
 
     cores: int
-    busy: int  # processes that measured at once
-    share: float  # of a core that each process gets while all of them compute, whatever else the machine does
-    per_unit: dict[Ask, float] = field(default_factory=dict)  # of a FLOP, or of a byte; phases are left empty
+    busy: int  # the number of processes that measured at the same time
+    share: float  # the share of a core that each process gets while all compute, beside other work on the machine
+    per_unit: dict[Ask, float] = field(default_factory=dict)  # seconds of a FLOP or byte; the key's phase is empty
     messages: dict[tuple[str, str, int], Message] = field(default_factory=dict)  # collective, dtype, ranks of a group
 
 
 def core_share() -> float:
-    """The share of a core that this process gets while it does nothing but compute."""
+    """The share of a core that this process gets while it only computes, measured over SHARE_SECONDS."""
     began, before = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < SHARE_SECONDS:
         pass
@@ -68,7 +68,10 @@ def core_share() -> float:
 
 
 def typical_seconds(work: Callable[[], object]) -> float:
-    """The median of a call's processor seconds, after one that warms up: others on the machine move them less."""
+    """The median processor time of a call in seconds, after a first one that warms up.
+
+    Other work on the machine affects processor time less than wall time.
+    """
     work()
     found, began = [], time.process_time()
     while len(found) < LEAST_CALLS or (time.process_time() - began < SECONDS and len(found) < MOST_CALLS):
@@ -79,7 +82,7 @@ def typical_seconds(work: Callable[[], object]) -> float:
 
 
 def unit_seconds(ask: Ask) -> float:
-    """Seconds of one FLOP or byte of what is asked for."""
+    """Seconds of one FLOP or byte of this kind of work."""
     dtype = DTYPES.get(ask.dtype, torch.float32)
     match ask.kind:
         case "product":
@@ -93,7 +96,7 @@ def unit_seconds(ask: Ask) -> float:
 
 
 def product_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Of one FLOP of a product of this shape, whose factors come from memory."""
+    """Seconds of one FLOP of a product of this shape, with factors that no cache holds."""
     rows, depth, columns, left_turned, right_turned = shape
 
     def factors() -> tuple[torch.Tensor, ...]:
@@ -111,7 +114,7 @@ def product_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
 
 
 def attention_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Of one FLOP of torch's kernel with a mask, as pieces of documents take it, its inputs from memory."""
+    """Seconds of one FLOP of torch's attention kernel with a mask, as used for pieces of documents, inputs uncached."""
     from launcher.trace.ops import BACKWARD_PRODUCTS
 
     is_backward, heads, queries, channels, keys = shape
@@ -146,9 +149,9 @@ def attention_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
 
 
 def one_after_another(make: Callable[[], tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """What is made, again and again: so many that, when one comes again, no cache holds it any more.
+    """An endless cycle through results of ``make``, so many that no cache holds one any more when it comes again.
 
-    A step is through hundreds of megabytes before it comes to the same weights again.
+    A step likewise reads hundreds of megabytes before it uses the same weights again.
     """
     first = make()
     size = sum(each.nbytes for each in tree_leaves(first) if isinstance(each, torch.Tensor))
@@ -156,20 +159,20 @@ def one_after_another(make: Callable[[], tuple[Any, ...]]) -> Iterator[tuple[Any
 
 
 def page_seconds() -> float:
-    """Of one byte that is mapped anew: writing to a new tensor, less writing to one that is there."""
+    """Seconds of a page fault for each byte: writing to a new tensor, less writing to an existing one."""
     there = torch.empty(FRESH_BYTES, dtype=torch.uint8)
     anew = typical_seconds(lambda: torch.empty(FRESH_BYTES, dtype=torch.uint8).zero_())
     return (anew - typical_seconds(there.zero_)) / FRESH_BYTES
 
 
 def family_seconds(family: str, dtype: torch.dtype, n_bytes: int) -> float:
-    """Of one byte that a family's operation reads or writes."""
+    """Seconds of one byte that an operation of the family reads or writes."""
     work, moved = example_of(family, dtype, n_bytes)
     return typical_seconds(work) / moved
 
 
 def example_of(family: str, dtype: torch.dtype, n_bytes: int) -> tuple[Callable[[], object], float]:
-    """An operation of the family, and the bytes that it moves: about ``n_bytes``."""
+    """A typical operation of the family as a function, and the bytes that it moves, about ``n_bytes``."""
     size = dtype.itemsize
     rows = max(1, n_bytes // (2 * size * WIDTH))
     source = torch.rand(rows, WIDTH).to(dtype)
@@ -198,7 +201,7 @@ def example_of(family: str, dtype: torch.dtype, n_bytes: int) -> tuple[Callable[
 
 
 def update_example(n_bytes: int) -> tuple[Callable[[], object], float]:
-    """Torch's fused AdamW on so many bytes."""
+    """A step of torch's fused AdamW as a function, and the bytes of the tensors that it uses, about ``n_bytes``."""
     weight = torch.nn.Parameter(torch.randn(max(16, n_bytes // 16)))
     weight.grad = torch.randn_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -206,7 +209,10 @@ def update_example(n_bytes: int) -> tuple[Callable[[], object], float]:
 
 
 def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], busy: int) -> dict[str, Any]:
-    """One process's rates, where it is one of the ``busy`` first; and all messages' times. All processes call it."""
+    """One process's rates, if it is among the first ``busy``, the times of messages, and its share of a core.
+
+    ``wires`` are (collective, dtype, ranks of a group). All processes call it.
+    """
     from launcher.training.heap import keep_heap_from_growing
 
     keep_heap_from_growing()
@@ -217,7 +223,7 @@ def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], bus
         rank, world = dist.get_rank(), dist.get_world_size()
         dist.barrier()
     shares = [core_share()]
-    if rank < busy:  # pages first: memory that others give back to the heap would be taken in their place
+    if rank < busy:  # pages first: later, memory that others freed to the heap would be reused, without page faults
         found = {ask: unit_seconds(ask) for ask in sorted(asks, key=lambda ask: ask.kind != "pages")}
     messages = {}
     for name, dtype, ranks in wires:
@@ -235,7 +241,10 @@ def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], bus
 
 
 def sent_bytes(name: str, n_bytes: int, ranks: int) -> float:
-    """What a rank sends, as launcher.trace.ops counts it; ``n_bytes``: of the larger side."""
+    """The bytes that a rank sends in a collective, as launcher.trace.ops counts them.
+
+    ``n_bytes`` are those of the larger of its input and output.
+    """
     times = {"all-reduce": 2.0, "barrier": 0.0}.get(name, 1.0)
     return times * n_bytes * (1.0 if name == "send" else (ranks - 1) / ranks)
 
@@ -243,7 +252,7 @@ def sent_bytes(name: str, n_bytes: int, ranks: int) -> float:
 def message_seconds(name: str, dtype: torch.dtype, n_bytes: int, group: Any) -> float:
     """The median seconds of a collective whose larger side has ``n_bytes``. All ranks of the group call it."""
     n, place = group.size(), dist.get_rank(group)
-    whole = torch.ones(n_bytes // dtype.itemsize // n * n, dtype=dtype)  # as many numbers of each rank
+    whole = torch.ones(n_bytes // dtype.itemsize // n * n, dtype=dtype)  # divisible by the number of ranks
     part, other = whole[: len(whole) // n].clone(), torch.empty_like(whole)
     ranks = dist.get_process_group_ranks(group)
 
@@ -281,7 +290,7 @@ def message_seconds(name: str, dtype: torch.dtype, n_bytes: int, group: Any) -> 
 
 
 def typical(machines: Sequence[Machine]) -> Machine:
-    """The median of what was measured in several rounds, figure by figure."""
+    """One machine's rates from several rounds of measuring: the median of each figure."""
     first = machines[0]
     machine = Machine(first.cores, first.busy, median(each.share for each in machines))
     machine.per_unit = {ask: median(each.per_unit[ask] for each in machines) for ask in first.per_unit}
@@ -292,7 +301,7 @@ def typical(machines: Sequence[Machine]) -> Machine:
 
 
 def merged(cores: int, busy: int, found: list[Mapping[str, Any]]) -> Machine:
-    """The ranks' figures as one machine's: the mean of the rates, the longest of the messages."""
+    """The machine's rates from those of all ranks: the mean rates, and the longest times of messages."""
     machine = Machine(cores, busy, sum(each["share"] for each in found) / len(found))
     for ask in found[0]["per_unit"]:
         each = [one["per_unit"][ask] for one in found[:busy]]
@@ -309,5 +318,5 @@ def slowest(calls: Sequence[Call]) -> Call:
 
 
 def typical_call(calls: Sequence[Call]) -> Call:
-    """The median of several rounds."""
+    """The median of the calls' times from several rounds."""
     return Call(median(each.wall for each in calls), median(each.processor for each in calls))

@@ -1,4 +1,4 @@
-"""When each pass of a pipeline's step ends where more processes than cores run: those that compute share the cores."""
+"""Simulates a pipeline's step where more processes run than there are cores: those that compute share the cores."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,8 @@ def shared_seconds(
 ) -> float:
     """Seconds until the last position has ended its last pass.
 
-    A process that waits takes no core. ``rate_of`` a number of positions that compute: each one's share of a core.
+    A process that waits takes no core. ``rate_of`` gives, for a number of computing positions, each one's share of a
+    core.
     """
     pp = len(passes)
     owners = stage_ranks(config, pp)

@@ -1,4 +1,4 @@
-"""A plan for this machine's processor as people read it. Everything here is told from the JSON alone."""
+"""A plan for this machine's CPU printed as text, from its JSON alone."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from launcher.tables import plain_table, wide_console
 
 
 def print_plan(plan: dict[str, Any]) -> None:
-    """The step, and what its slowest process spends it on."""
+    """Prints the time of a step, and the slowest process's time by part."""
     processes, share = plan["processes"], plan["share_of_a_core"]
     say(
         f"PLAN, no measurement of the step: {plan['name']} by {processes} process{'es' if processes > 1 else ''} on "

@@ -1,4 +1,4 @@
-"""What a whole step of each pipeline position asks of a processor, over fake tensors; in a process of its own."""
+"""Traces the work of a whole step at each pipeline position over fake tensors, in a process of its own."""
 
 import dataclasses
 import logging
@@ -29,8 +29,8 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """By pipeline position, what its first rank's step asks for. Raises UserError."""
-    torch._C._set_multithreading_enabled(False)  # other threads of autograd know nothing of fake tensors
+    """The work of the first rank's step at each pipeline position, as JSON. Raises UserError for a wrong config."""
+    torch._C._set_multithreading_enabled(False)  # the fake tensors' mode is not set in autograd's other threads
     logging.disable(logging.WARNING)
     world_size = request["world_size"]
     config = load_checked(request["config"], request["overrides"], world_size=world_size, data=False)
@@ -39,7 +39,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_rows(found: dict[Ask, Amounts]) -> list[list[Any]]:
-    """As JSON has it."""
+    """The work as rows for JSON."""
     return [[*ask, *amounts] for ask, amounts in found.items()]
 
 
@@ -52,7 +52,7 @@ def from_rows(rows: list[list[Any]]) -> dict[Ask, Amounts]:
 
 
 class EvenChoices(KnownValues):
-    """Within a FakeTensorMode: each router deals its tokens out evenly, and other ranks' routers do the same."""
+    """A mode within FakeTensorMode in which each router spreads its tokens evenly, as do those of other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -68,7 +68,7 @@ class EvenChoices(KnownValues):
 
 
 def dealt(shape: tuple[int, ...], top_k: int) -> torch.Tensor:
-    """Choices of ``top_k`` among the last dim's numbers, each number as often as each other one."""
+    """Indices (..., top_k) into the last dim of ``shape``, of which all occur equally often, to within one."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -77,10 +77,10 @@ def dealt(shape: tuple[int, ...], top_k: int) -> torch.Tensor:
 
 
 def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amounts]:
-    """What a rank's step asks for. To be called in a process without a process group.
+    """The work of a rank's step. To be called in a process without a process group.
 
-    Two steps of few micro-batches are traced, after one that makes what stays: each further micro-batch asks for what
-    they differ by.
+    After a first step, which allocates what stays, two steps with few micro-batches are traced. Their difference is the
+    work of further micro-batches, by which the result is extended to the step's full number.
     """
     n = micro_batches_of(config, world_size)
     fewer = min(n, config.parallel.pp)
@@ -107,13 +107,13 @@ def micro_batches_of(config: RunConfig, world_size: int) -> int:
 
 
 def with_micro_batches(config: RunConfig, world_size: int, count: int) -> RunConfig:
-    """The config with a batch of so many micro-batches."""
+    """The config with a batch of ``count`` micro-batches for each rank of dp."""
     size = count * Degrees.of(config.parallel, world_size).dp * config.train.micro_batch_size
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=size, batch_ramp=None))
 
 
 def extended(less: dict[Ask, Amounts], more: dict[Ask, Amounts], times: float) -> dict[Ask, Amounts]:
-    """``less``, and so many times what ``more`` has beyond it."""
+    """``less`` plus ``times`` the difference between ``more`` and ``less``, for each kind of work."""
     none = Amounts(0, 0.0)
     found = {}
     for ask in {**less, **more}:

@@ -1,1 +1,1 @@
-"""A training step as it runs here, its time by part of the model."""
+"""Profile of a training step on this machine: its time by part of the model, and its memory."""

@@ -1,4 +1,4 @@
-"""The report and the picture of a profile that ran here."""
+"""The report and the picture of a measured profile."""
 
 import statistics
 from collections import defaultdict
@@ -14,7 +14,10 @@ from modeling.counts import flops_per_token
 
 
 def report_of(config: RunConfig, found: list[RankProfile], out: Path) -> dict[str, Any]:
-    """Rank 0's parts in full, the others' times by part; ``seconds`` are those under the profiler."""
+    """The report as JSON: rank 0's parts in full, and the other ranks' times by part.
+
+    ``seconds`` in it are those of a step under the profiler, ``plain_seconds`` those without it.
+    """
     first = found[0]
     plain = statistics.median(max(each) for each in zip(*(rank.plain_seconds for rank in found), strict=True))
     flops = flops_per_token(config.model, config.data.seq_len) * first.tokens
@@ -49,7 +52,7 @@ def report_of(config: RunConfig, found: list[RankProfile], out: Path) -> dict[st
 
 
 def says(config: RunConfig, found: list[RankProfile], plain: float, flops: float, reached: float) -> list[str]:
-    """What precedes the table."""
+    """The lines of text before the table: the step, its time, the machine's rates and MFU."""
     first, n = found[0], len(found)
     steps = len(first.plain_seconds)
     batch = f"{first.tokens:,} {'of the config`s own' if first.own_tokens else 'random'} tokens".replace("`", "'")
@@ -71,7 +74,7 @@ def says(config: RunConfig, found: list[RankProfile], plain: float, flops: float
 
 
 def rank_json(rank: RankProfile) -> dict[str, Any]:
-    """One rank's seconds by part."""
+    """One rank's seconds by part, as JSON."""
     parts: dict[str, float] = defaultdict(float)
     for (part, _, _), taken in rank.times.items():
         parts[part] += taken
@@ -84,7 +87,7 @@ def fullest(found: list[RankProfile]) -> RankProfile:
 
 
 def draw(config: RunConfig, found: list[RankProfile], out: Path) -> None:
-    """Writes the picture of the fullest rank's memory."""
+    """Writes the picture of the fullest rank's memory into the folder ``out``."""
     rank = fullest(found)
     where = f", {rank.place}" if len(found) > 1 else ""
     title = f"{config.name}: memory of tensors over a step{where} ({rank.device})"

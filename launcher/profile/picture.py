@@ -1,4 +1,4 @@
-"""What tensors hold over a step, as one picture: stacked by holder, the peak marked with what makes it up."""
+"""A picture of tensors' memory over a step: stacked by purpose, with the peak marked and its parts named."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from launcher.tables import size_text
 from launcher.trace.recorder import HOLDERS, Memory
 
-MEMORY = "memory.png"  # the file
-MOST_POINTS = 2000  # drawn
+MEMORY = "memory.png"  # the picture's file name
+MOST_POINTS = 2000  # the most moments that are drawn
 COLORS = {
     "weights": "#4477aa",
     "masters": "#66ccee",
@@ -29,12 +29,12 @@ LABELS = {
 }
 SHADES = {"forward": "#ffffff", "backward": "#f2f2f2", "recompute": "#f2f2f2", "update": "#e4e4e4"}
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-ROOM = 1.18  # above the peak, for words
-LETTER_WIDTH = 0.0105  # of the picture, of a name: phases too narrow for theirs go without
+ROOM = 1.18  # height of the axes over the peak, which leaves room for text
+LETTER_WIDTH = 0.0105  # of a phase's name, as a share of the picture's width: too narrow phases get no name
 
 
 def draw_memory(title: str, memory: Memory, time_label: str) -> Figure:
-    """The picture of memory over time, by what holds it."""
+    """The figure of memory over time, stacked by purpose."""
     kept = chosen(memory)
     seconds = np.array([memory.times[at] for at in kept])
     scale, unit = unit_of(memory.peak_bytes)
@@ -63,12 +63,15 @@ def draw_memory(title: str, memory: Memory, time_label: str) -> Figure:
 
 
 def unit_of(n_bytes: int) -> tuple[int, str]:
-    """Bytes of a unit, and its name."""
+    """The largest unit that is not larger than ``n_bytes``: its bytes and its name."""
     return next(((size, name) for size, name in UNITS if n_bytes >= size), (1, "bytes"))
 
 
 def chosen(memory: Memory) -> list[int]:
-    """Evenly spaced moments, each the one of the most bytes around it; so the peak is among them."""
+    """The indices of the moments to draw: the fullest of each of at most MOST_POINTS equal stretches, and both ends.
+
+    So the peak is among them.
+    """
     n = len(memory.times)
     totals = np.array([sum(now.values()) for now in memory.held])
     bounds = np.unique(np.linspace(0, n, min(n, MOST_POINTS) + 1).astype(int))
@@ -77,7 +80,7 @@ def chosen(memory: Memory) -> list[int]:
 
 
 def shade_phases(axes: Axes, times: np.ndarray, phases: Sequence[str]) -> None:
-    """A shade, and a name at the top, for each stretch of time of one phase."""
+    """Draws a shade, and a name at the top, for each stretch of time in one phase."""
     begin = 0
     for at in range(1, len(phases) + 1):
         if at < len(phases) and shade(phases[at]) == shade(phases[begin]):
@@ -97,7 +100,7 @@ def shade(phase: str) -> str:
 
 
 def mark_peak(axes: Axes, memory: Memory, factor: float, scale: int) -> None:
-    """A point at the peak."""
+    """Draws a mark with the number of bytes at the peak."""
     at = memory.peak_seconds * factor
     is_right = at > sum(axes.get_xlim()) / 2
     axes.plot([at], [memory.peak_bytes / scale], "v", color="black", ms=6)
@@ -113,7 +116,7 @@ def mark_peak(axes: Axes, memory: Memory, factor: float, scale: int) -> None:
 
 
 def peak_words(memory: Memory) -> str:
-    """The peak, and what holds it, the largest first."""
+    """The peak and its four largest parts in words, the largest first."""
     largest = sorted(memory.at_peak.items(), key=lambda each: -each[1])
     held = [f"{LABELS.get(holder, holder).partition(' (')[0]} {size_text(n_bytes)}" for holder, n_bytes in largest[:4]]
     return f"peak {size_text(memory.peak_bytes)}: {', '.join(held)}"

@@ -1,4 +1,4 @@
-"""What this machine reaches: products and copies, small operations, and messages between the ranks that run."""
+"""Measures this machine's rates: matrix products, copies, small operations, and messages between the ranks."""
 
 import time
 from collections.abc import Callable
@@ -15,12 +15,15 @@ from parallel.mesh import Mesh, wait_for_all
 from parallel.preflight.device import seconds_of
 
 MIB = 2**20
-SECONDS = 0.1  # that each is repeated for, at least
+SECONDS = 0.1  # the least time for which each measurement is repeated
 LEAST_CALLS, MOST_CALLS = 3, 1000
 
 
 def measure_rates(mesh: Mesh, dtypes: set[torch.dtype]) -> Rates:
-    """The best of several tries of each, while all ranks do the same. All ranks call it; takes about a second."""
+    """The machine's rates, the best of several tries each, while all ranks measure the same.
+
+    All ranks call it; it takes about a second.
+    """
     device = mesh.device
     large = device.type == "cuda"
     n, copied, message = (8192, 512 * MIB, 64 * MIB) if large else (768, 32 * MIB, 4 * MIB)
@@ -44,7 +47,7 @@ def measure_rates(mesh: Mesh, dtypes: set[torch.dtype]) -> Rates:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of a call."""
+    """The least seconds of a call, over repeats after a first one that warms up."""
     seconds_of(work, 1, device)
     best, began, calls = float("inf"), time.perf_counter(), 0
     while calls < LEAST_CALLS or (time.perf_counter() - began < SECONDS and calls < MOST_CALLS):
@@ -54,7 +57,7 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
-    """FLOP/s of a product of n x n matrices."""
+    """The FLOP/s of a product of n x n matrices."""
     left, right = (torch.ones(n, n, device=device).to(dtype) for _ in range(2))
     if dtype == E4M3:
         ones_N1 = torch.ones(n, 1, device=device)
@@ -68,20 +71,20 @@ def product_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
 
 
 def copy_rate(device: torch.device, n_bytes: int) -> float:
-    """Bytes/s that a copy reads and writes, of more than caches hold."""
+    """The bytes that a copy of ``n_bytes`` reads and writes in a second."""
     source = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * n_bytes / best_seconds(lambda: target.copy_(source), device)
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds of an operation on one number, among many."""
+    """The seconds of an operation on a single number, as the mean of 100 in a row."""
     number = torch.zeros((), device=device)
     return best_seconds(lambda: [number.add_(1) for _ in range(100)], device) / 100
 
 
 def wire_rate(mesh: Mesh, n_bytes: int) -> float:
-    """Bytes/s that a rank sends in an all-reduce over all ranks. All ranks call it."""
+    """The bytes that a rank sends in a second of an all-reduce over all ranks. All ranks call it."""
     message = torch.zeros(n_bytes // 4, device=mesh.device)
     wait_for_all(mesh)
     best = float("inf")

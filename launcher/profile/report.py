@@ -1,4 +1,4 @@
-"""What a profile or an estimate came to, as JSON and as a table. The table is told from the JSON alone."""
+"""The result of a profile or an estimate as JSON and as tables, which are made from the JSON alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,10 @@ TERA, GIGA, MILLI = 1e12, 1e9, 1e-3
 
 
 def rows_of(seconds: Mapping[tuple[str, str], float], sums: Mapping[tuple[str, str], Sum]) -> list[dict[str, Any]]:
-    """One row for each part, in the program's order: its seconds by phase, and what bounds them. Shares sum to one."""
+    """One row for each part of the step, in the order of PARTS: its seconds by phase, its work, and what bounds it.
+
+    ``seconds`` are by (part, phase), ``sums`` the work with its least time at the machine's rates. Shares sum to one.
+    """
     whole = sum(seconds.values())
     unknown = {part for part, _ in (*seconds, *sums)} - set(PARTS)
     assert not unknown, unknown
@@ -49,7 +52,7 @@ def rows_of(seconds: Mapping[tuple[str, str], float], sums: Mapping[tuple[str, s
 
 
 def bound_of(sums: list[Sum]) -> str | None:
-    """What bounds most of the least time of several sums."""
+    """The bound (such as memory) that accounts for most of the least time of several sums; None without any."""
     times: dict[str, float] = {}
     for each in sums:
         for bound, seconds in each.by_bound.items():
@@ -58,7 +61,7 @@ def bound_of(sums: list[Sum]) -> str | None:
 
 
 def rates_json(rates: Rates) -> dict[str, Any]:
-    """The rates by which the roofline is told."""
+    """The machine's rates that the roofline uses, as JSON."""
     return {
         "name": rates.name,
         "product_flops_per_second": dict(rates.products),
@@ -69,13 +72,13 @@ def rates_json(rates: Rates) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory) -> dict[str, Any]:
-    """The most bytes at once, and what held them."""
+    """The peak of memory as JSON: its bytes, its phase, and the bytes by purpose."""
     held = {holder: n_bytes for holder, n_bytes in memory.at_peak.items() if n_bytes}
     return {"peak_bytes": memory.peak_bytes, "peak_phase": memory.peak_phase, "at_peak_bytes": held}
 
 
 def top_of(times: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
-    """The operations that take longest, of (part, operation) -> seconds."""
+    """The N_TOP operations that take longest, from (part, operation) -> seconds."""
     longest = sorted(times.items(), key=lambda each: -each[1])[:N_TOP]
     return [{"part": part, "operation": name, "seconds": seconds} for (part, name), seconds in longest]
 
@@ -97,7 +100,7 @@ def print_report(found: dict[str, Any]) -> None:
 
 
 def print_parts(console: Console, found: dict[str, Any]) -> None:
-    """The table by part, with a line of sums; phases that the step does not have are left out."""
+    """Prints the table by part, with a line of sums; phases that the step does not have are left out."""
     rows = found["parts"]
     phases = [phase for phase in PHASES if any(row[f"{phase}_seconds"] for row in rows)]
     measured = found["kind"] == "measured"
@@ -131,14 +134,14 @@ def print_parts(console: Console, found: dict[str, Any]) -> None:
 
 
 def number(value: float) -> str:
-    """A number with three digits at least, and nothing for zero."""
+    """A number as text with at least three digits; empty for zero."""
     if not value:
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def print_top(console: Console, found: dict[str, Any]) -> None:
-    """The operations that take longest."""
+    """Prints the table of the operations that take longest."""
     table = plain_table("operation", "part", ">ms", ">share")
     for row in found["top"]:
         share = row["seconds"] / found["seconds"]
@@ -147,7 +150,7 @@ def print_top(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_ranks(console: Console, ranks: list[dict[str, Any]]) -> None:
-    """Each rank's time by part; where there are many, the fastest's and the slowest's of each part."""
+    """Prints each rank's time by part; with more than eight ranks, the least and the most time of each part."""
     names = list(dict.fromkeys(part for part in PARTS for rank in ranks if part in rank["parts"]))
     few = len(ranks) <= 8
     titles = [f">{rank['place']}" for rank in ranks] if few else [">least", ">most"]
@@ -159,6 +162,6 @@ def print_ranks(console: Console, ranks: list[dict[str, Any]]) -> None:
 
 
 def print_memory(console: Console, memory: dict[str, Any]) -> None:
-    """The peak in a line."""
+    """Prints the peak of memory in one line."""
     held = ", ".join(f"{holder} {size_text(n_bytes)}" for holder, n_bytes in memory["at_peak_bytes"].items())
     console.print(f"memory of tensors: {size_text(memory['peak_bytes'])} at most, in {memory['peak_phase']}: {held}")

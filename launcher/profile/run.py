@@ -1,4 +1,4 @@
-"""One rank's profile of the training step that `train` would run. All ranks make it together."""
+"""Profiles the training step that `train` would run, on all ranks together."""
 
 import contextlib
 import time
@@ -32,25 +32,25 @@ from parallel.mesh import Mesh, opened_mesh, wait_for_all
 
 @dataclass
 class RankProfile:
-    """What one rank found, for a step in the mean."""
+    """One rank's measurements, as means over steps where not stated otherwise."""
 
     rank: int
-    place: str  # on the axes, in words
+    place: str  # its position on the axes, in words
     device: str
     plain_seconds: list[float]  # of each step without the profiler
-    seconds: float  # of a step under the profiler, which its parts add up to
+    seconds: float  # of a step under the profiler; its parts add up to it
     times: Times
     sums: dict[tuple[str, str], Sum]
     rates: Rates
     memory: Memory
-    peak_gib: float  # as train counts it
+    peak_gib: float  # the peak of memory as `train` counts it
     tokens: int  # of the whole batch
-    own_tokens: bool  # the config's, and not random ones
+    own_tokens: bool  # whether the tokens are the config's own, not random ones
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run, and where the trace goes."""
+    """The numbers of steps to run, and the folder for traces."""
 
     out: Path
     warmup: int
@@ -65,7 +65,7 @@ def profile_rank(config: RunConfig, plan: Plan, tell: Callable[[str], None]) -> 
 
 
 def profile_job(config: RunConfig, plan: Plan, tell: Callable[[str], None]) -> list[RankProfile]:
-    """All ranks' profiles on rank 0, and nothing elsewhere. All ranks call it."""
+    """All ranks' profiles on rank 0, an empty list on the others. All ranks call it; each writes its trace."""
     prepare_process(config)
     with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
         mine = profiled(config, plan, mesh, tell)
@@ -75,7 +75,7 @@ def profile_job(config: RunConfig, plan: Plan, tell: Callable[[str], None]) -> l
 
 
 def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str], None]) -> RankProfile:
-    """This rank's profile; rank 0 tells how far it is. All ranks call it."""
+    """This rank's profile on ``mesh``; rank 0 reports progress by ``tell_all``. All ranks call it."""
     tell = tell_all if mesh.rank == 0 else lambda line: None
     tell("building the model, its weights as at step 0")
     engine = build_engine(config, mesh, engine_class=WatchedEngine)
@@ -119,7 +119,7 @@ def profiled(config: RunConfig, plan: Plan, mesh: Mesh, tell_all: Callable[[str]
 def run_steps(
     config: RunConfig, engine: WatchedEngine, dataset: Dataset, state: TrainState, n_steps: int
 ) -> list[float]:
-    """The seconds of so many steps; ranks begin each together."""
+    """Runs ``n_steps`` steps, which all ranks begin together, and returns the seconds of each."""
     seconds = []
     for _ in range(n_steps):
         wait_for_all(engine.mesh)
@@ -132,13 +132,13 @@ def run_steps(
 
 
 def axes_of(engine: WatchedEngine) -> Axes:
-    """What the engine's layout says of who sends for what."""
+    """The facts about the engine's layout by which communication is attributed to an axis."""
     return Axes(has_tp=engine.mesh.tp.degree > 1, gathers_weights=engine.needs_equal_graphs)
 
 
 @contextlib.contextmanager
 def watched(engine: WatchedEngine, regions: Regions) -> Iterator[None]:
-    """The engine's own functions and its model's modules are regions."""
+    """Marks the engine's functions and its model's modules as regions in ``regions`` while the context lasts."""
     former, engine.regions = engine.regions, regions
     try:
         with regions.of(engine.model):
@@ -150,7 +150,7 @@ def watched(engine: WatchedEngine, regions: Regions) -> Iterator[None]:
 def traced_steps(
     config: RunConfig, engine: WatchedEngine, dataset: Dataset, state: TrainState, n_steps: int
 ) -> tuple[Any, Regions]:
-    """So many steps under torch's profiler, and the regions that they went through."""
+    """Runs ``n_steps`` steps under torch's profiler; returns it and the regions that the steps went through."""
     regions = Regions(marks=True)
     activities = [ProfilerActivity.CPU]
     if engine.mesh.device.type == "cuda":
@@ -167,7 +167,7 @@ def traced_steps(
 
 
 def recorded_step(config: RunConfig, engine: WatchedEngine, dataset: Dataset, state: TrainState) -> Recorder:
-    """One step's operations, and what its tensors hold."""
+    """Runs one step under a Recorder, which is returned with the step's operations and its tensors' memory."""
     regions = Regions()
     states = [value for each in engine.base.state.values() for value in each.values()]
     held = {

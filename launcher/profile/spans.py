@@ -1,8 +1,8 @@
-"""From torch's events to seconds by part: each moment of a step belongs to the innermost thing that runs in it.
+"""Turns the profiler's events into seconds by part: each moment of a step belongs to the innermost span at that time.
 
-Host spans nest. What runs under one of the regions' marks is the region's; what runs in a node of the backward pass is
-that of the region that made the node. On a GPU the moments are those of its kernels, each of which belongs where the
-host launched it; a moment without one is a wait for the host.
+Host spans nest. What runs under a region's mark belongs to that region, and what runs in a node of the backward pass to
+the region that created the node. On a GPU, time is that of its kernels, each of which belongs to where the host
+launched it; time without a kernel is a wait for the host.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from modeling.kernels.fused_delta import FUNCTION
 NODE = "autograd::engine::evaluate_function: "
 GLOO = "gloo:"
 STEP = f"{MARK}bookkeeping forward"
-WIRES = {  # how gloo's and NCCL's events name what COLLECTIVES name
+WIRES = {  # a word in the names of gloo's and NCCL's events -> the name of the collective in COLLECTIVES
     "all_reduce": "all-reduce",
     "allreduce": "all-reduce",
     "all_gather": "all-gather",
@@ -47,16 +47,19 @@ class Span:
     begin: int
     end: int
     thread: int = 0
-    node: int = -1  # autograd's number
+    node: int = -1  # autograd's sequence number
     is_async: bool = False
     on_gpu: bool = False
-    number: int = 0  # of a host event
-    launched_by: int = 0  # of a kernel: the number of the host event that launched it
+    number: int = 0  # the number of a host event
+    launched_by: int = 0  # for a kernel, the number of the host event that launched it
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a moment belongs. ``is_busy``: an operation runs, and not only the program around it."""
+    """The part of the step to which a moment belongs.
+
+    ``is_busy`` says that an operation runs, and not only the program around it.
+    """
 
     region: Region
     phase: Phase
@@ -67,7 +70,7 @@ class Place:
     in_node: bool = False  # within a node of the backward pass, and no region's mark within that
 
     def part(self, axes: Axes) -> str:
-        """The row of the table that the span belongs to."""
+        """The row of the table by part in which the moment counts."""
         if self.collective is not None:
             return wire_part(self.region, self.collective, axes)
         return part_of(self.region, self.kind)
@@ -94,13 +97,13 @@ def spans_of(events: Iterable[Any]) -> list[Span]:
             number=event.correlation_id(),
             launched_by=event.linked_correlation_id(),
         )
-        if not (on_gpu and span.name.startswith(MARK)):  # the marks' own shadows
+        if not (on_gpu and span.name.startswith(MARK)):  # copies of the host's marks on the GPU's timeline
             found.append(span)
     return found
 
 
 def wire_of(name: str) -> str | None:
-    """Which collective a gloo or NCCL event is; None for others."""
+    """The collective of a gloo or NCCL event, by its name; None for other events."""
     lowered = name.lower()
     if lowered.startswith(GLOO):
         return WIRES.get(lowered.removeprefix(GLOO).removesuffix("_"), "all-reduce")
@@ -111,9 +114,10 @@ def wire_of(name: str) -> str | None:
 
 
 def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int, Region]) -> Place:
-    """Where what runs in a span belongs, from where the span itself lies.
+    """The place of what runs within ``span``, which itself lies in ``outer``.
 
-    ``again``: the regions of nodes that are made within others, which compute again; kept here from call to call.
+    ``again`` holds the regions of autograd nodes that are created within other nodes, by recomputation; it is extended
+    here from call to call.
     """
     if span.name.startswith(MARK):
         region, _, phase = span.name.removeprefix(MARK).partition(" ")
@@ -135,15 +139,18 @@ def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int
         return replace(outer, kind="product", name=name, is_busy=True)
     if name in ATTENTION:
         return replace(outer, kind="attention", name=name, is_busy=True)
-    if name == FUNCTION:  # its kernels are launched by no operation of torch's
+    if name == FUNCTION:  # its kernels are not launched by an operation of torch
         return replace(outer, kind="attention", name=name, is_busy=True)
-    if not namespace:  # an autograd function's own name, a scope of some library
+    if not namespace:  # the name of an autograd function, or a library's scope: no operation
         return outer
     return replace(outer, name=outer.name if outer.is_busy else name, is_busy=True)
 
 
 def nested(spans: Sequence[Span], stretches: Stretches) -> Iterator[tuple[int, int, Place, Span | None]]:
-    """Of one thread: each stretch of time with the innermost place in it, in order; and the span that begins there."""
+    """The timeline of one thread's spans, in order: (begin, end, innermost place, the span that begins there or None).
+
+    ``spans`` are all of one thread.
+    """
     stack: list[tuple[int, Place]] = []
     again: dict[int, Region] = {}
     now = spans[0].begin if spans else 0
@@ -165,7 +172,7 @@ def nested(spans: Sequence[Span], stretches: Stretches) -> Iterator[tuple[int, i
 
 
 def steps_of(spans: Iterable[Span]) -> list[Span]:
-    """The marks of whole steps: the outermost ones."""
+    """The spans of whole steps: the outermost marks named STEP."""
     marks = sorted((span for span in spans if span.name == STEP and not span.on_gpu), key=lambda each: each.begin)
     found: list[Span] = []
     for mark in marks:
@@ -175,7 +182,7 @@ def steps_of(spans: Iterable[Span]) -> list[Span]:
 
 
 def seconds_by_part(spans: Sequence[Span], stretches: Stretches, axes: Axes) -> Times:
-    """Seconds of all steps together; they add up to the steps' time, whatever is in it."""
+    """Seconds of all steps together, by part, phase and operation. They always add up to the steps' time."""
     steps = steps_of(spans)
     if any(span.on_gpu for span in spans):
         return gpu_seconds(spans, steps, stretches, axes)
@@ -183,7 +190,7 @@ def seconds_by_part(spans: Sequence[Span], stretches: Stretches, axes: Axes) -> 
 
 
 def host_seconds(spans: Sequence[Span], steps: Sequence[Span], stretches: Stretches, axes: Axes) -> Times:
-    """On a CPU: by what the steps' own thread does, or waits for."""
+    """The seconds on a CPU, by what the steps' own thread does or which message it waits for."""
     times: Times = defaultdict(float)
     mine = [span for span in spans if not span.is_async and steps and span.thread == steps[0].thread]
     waits = Waits([span for span in spans if wire_of(span.name) is not None])
@@ -204,16 +211,16 @@ def host_seconds(spans: Sequence[Span], steps: Sequence[Span], stretches: Stretc
 
 
 class Waits:
-    """Messages under way, which the host waits for where it does nothing else."""
+    """The messages under way over time; the host waits for them when it does nothing else."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda each: each.begin)
-        self.latest: list[int] = []  # the last end so far, by which the search begins
+        self.latest: list[int] = []  # the latest end among the spans up to each, ascending, for the search
         for span in self.spans:
             self.latest.append(max(span.end, self.latest[-1] if self.latest else 0))
 
     def within(self, begin: int, end: int) -> Iterator[tuple[str, int]]:
-        """(collective, nanoseconds) between two moments; where several are under way, the first one's."""
+        """Pairs (collective, nanoseconds under way) between two moments; of several at once the first one counts."""
         place = bisect_left(self.latest, begin)
         now = begin
         for span in self.spans[place:]:
@@ -226,7 +233,10 @@ class Waits:
 
 
 def gpu_seconds(spans: Sequence[Span], steps: Sequence[Span], stretches: Stretches, axes: Axes) -> Times:
-    """On a GPU: by the kernel that runs, computing before communication; and the rest, when none does."""
+    """The seconds on a GPU, by the kernel that runs; time without a kernel counts as a wait for the host.
+
+    Where several kernels run, one that computes is preferred to one that communicates.
+    """
     launched: dict[int, Place] = {}
     for thread in {span.thread for span in spans if not span.on_gpu}:
         mine = [span for span in spans if span.thread == thread and not span.on_gpu and not span.is_async]
@@ -257,7 +267,7 @@ def gpu_seconds(spans: Sequence[Span], steps: Sequence[Span], stretches: Stretch
 
 
 def kernel_place(span: Span, launched: dict[int, Place]) -> Place:
-    """Where a kernel belongs: where the host launched it."""
+    """The place of a kernel: that of the host's span which launched it."""
     place = launched.get(span.launched_by, NOWHERE)
     collective = wire_of(span.name)
     return place if collective is None else replace(place, collective=collective)

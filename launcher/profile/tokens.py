@@ -1,4 +1,4 @@
-"""Tokens for a profile: the config's own where they are prepared, else random ones in token files of a while."""
+"""Tokens for a profile: the config's own where they are prepared, else random ones in temporary token files."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import RunConfig
 from launcher.scratch import scratch_folder
 
-LONGEST = 2048  # tokens of a random document
-MOST = 1 << 22  # random tokens; after them the same ones come again
+LONGEST = 2048  # the most tokens of a random document
+MOST = 1 << 22  # the most random tokens that are written; they are repeated after that
 
 
 def open_tokens(config: RunConfig, n_samples: int) -> tuple[Dataset, bool]:
-    """The training samples, and whether they are the config's own: else ``n_samples`` of random tokens.
+    """The training samples, and whether they are the config's own; if not, they are ``n_samples`` of random tokens.
 
-    The random ones lie in token files that are gone from the disk once they are open, and are the same on all ranks.
+    Random tokens are the same on all ranks. Their files are removed as soon as they are open.
     """
     if config.data.sources and find_prepared(config.data, config.model.vocab_size) is not None:
         own = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
