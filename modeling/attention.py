@@ -21,17 +21,18 @@ from modeling.norm import RMSNorm
 from modeling.rope import Rotary, rotate, score_factor
 from modeling.score_terms import Alibi, Buckets, DistanceBias, ScoreTerms, Sinks
 
-LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is: transformers' class has it so
+LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is, as in transformers' class
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Context, int | None, ScoreTerms], Tensor]
 
 
 class Attention(Mixer):
-    """What every kind of attention to keys has in common: the core, the output projection ``o``, and the seams.
+    """Softmax attention: what its kinds have in common, from projected heads to the output projection ``o``.
 
-    ``core(q_BSHC, k_BSGC, v_BSGC, context, window, terms) -> out_BSHC`` is the seam at which context parallelism
-    enters; ``positions`` is tensor parallelism's. A kind of attention makes its weights, and says in ``heads`` what its
-    queries, keys and values are; or, where a cache is to hold less than keys and values, in ``query_and_kept`` and
-    ``keys_and_values``.
+    A kind of attention makes its weights, and in ``heads`` computes queries, keys and values. One whose cache holds
+    less than keys and values defines ``query_and_kept`` and ``keys_and_values`` instead.
+
+    ``core(q_BSHC, k_BSGC, v_BSGC, context, window, terms) -> out_BSHC`` computes attention itself, and is where context
+    parallelism enters; tensor parallelism enters through ``positions``.
     """
 
     o: Linear
@@ -56,7 +57,10 @@ class Attention(Mixer):
         self.core: AttentionCore = attend
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Attention's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        """Attention's output (B, S, D).
+
+        With a cache, ``hidden_BSD`` are new tokens that continue the cached sequences.
+        """
         hidden_BSD = self.positions.gather(hidden_BSD)
         q_BSHC, kept = self.query_and_kept(hidden_BSD, context.rope_tables(self.rotary))
         core = self.core
@@ -68,7 +72,10 @@ class Attention(Mixer):
         return self.put_out(out_BSHC, hidden_BSD)
 
     def put_out(self, out_BSHC: Tensor, hidden_BSD: Tensor) -> Tensor:
-        """What the layer makes (B, S, D) of its heads' outputs, which are gated by ``hidden_BSD``, all positions."""
+        """The layer's output (B, S, D): the heads' outputs, gated where the model has gates, projected by ``o``.
+
+        ``hidden_BSD`` is the input of attention at all positions, from which the gates are computed.
+        """
         if self.output_gate is not None:
             gate_BSHX = self.output_gate(hidden_BSD).unflatten(-1, (out_BSHC.shape[-2], -1))
             out_BSHC = self.fuse(gated_output, gate_BSHX, out_BSHC)
@@ -76,19 +83,22 @@ class Attention(Mixer):
         return summed_BSD if self.o_bias is None else self.o_bias(summed_BSD)
 
     def turned(self, heads_BSHC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """``modeling.rope.rotate``; models without rotation have empty tables."""
+        """``heads_BSHC`` rotated by the tables ``rope`` (``modeling.rope.rotate``).
+
+        Empty tables leave them as they are.
+        """
         cos_BSR, sin_BSR = rope
         return heads_BSHC if cos_BSR.shape[-1] == 0 else self.fuse(rotate, heads_BSHC, cos_BSR, sin_BSR)
 
     def score_terms(self, context: Context) -> ScoreTerms:
-        """What joins the scores of the heads that the weights hold, and what drops their weights."""
+        """What is done to the scores besides queries times keys, for the heads whose weights this rank holds."""
         alibi = None if self.alibi is None else self.alibi.of_part(self.positions.rank, self.positions.degree)
         sinks_H = None if self.sinks is None else self.sinks()
         bias_HN = None if self.distance_bias is None else self.distance_bias()
         return ScoreTerms(alibi, sinks_H, bias_HN, self.buckets, self.score_cap, self.score_dropout(context))
 
     def score_dropout(self, context: Context) -> ScoreDropout | None:
-        """The dropout of these heads' weights, where there is one: in training."""
+        """The dropout of the attention weights of this rank's heads; None outside training or where there is none."""
         if self.attention_dropout == 0 or context.draws is None:
             return None
         seeds_B = context.draws.of_samples(self.layer, SCORES)
@@ -96,22 +106,28 @@ class Attention(Mixer):
         return of_all.of_part(self.positions.rank, self.positions.degree)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_BSHC, k_BSGC, v_BSGC) at all positions, of the heads that the weights hold; a value may have fewer C."""
+        """(q_BSHC, k_BSGC, v_BSGC) at all positions, for this rank's heads. Values may have fewer channels C."""
         raise NotImplementedError
 
     def query_and_kept(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """q_BSHC, and the tensors (B, S, ...) that a cache keeps of these positions: here their keys and values."""
+        """q_BSHC, and the tensors (B, S, ...) that a cache keeps for these positions.
+
+        By default these are keys and values.
+        """
         q_BSHC, k_BSGC, v_BSGC = self.heads(hidden_BSD, rope)
         return q_BSHC, (k_BSGC, v_BSGC)
 
     def keys_and_values(self, *kept: Tensor) -> tuple[Tensor, Tensor]:
-        """(k_BSGC, v_BSGC) from what ``query_and_kept`` gave at the same positions, now or in earlier passes."""
+        """(k_BSGC, v_BSGC) from the tensors kept by ``query_and_kept``, of these positions and of cached ones."""
         k_BSGC, v_BSGC = kept
         return k_BSGC, v_BSGC
 
 
 class GroupedQueryAttention(Attention):
-    """Query heads that share fewer key-value heads (Ainslie et al. 2023, arXiv:2305.13245), optional QK norm, RoPE."""
+    """Grouped-query attention: several query heads share each key-value head (Ainslie et al. 2023, arXiv:2305.13245).
+
+    Queries and keys may be normed (QK norm), and are rotated by RoPE where the model has it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -137,7 +153,7 @@ class GroupedQueryAttention(Attention):
             self.k_norm = RMSNorm(d_head, config.norm_eps, "d_head", adds_one=adds_one)
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_BSHC, k_BSGC, v_BSGC), the first two normed and turned."""
+        """(q_BSHC, k_BSGC, v_BSGC): queries and keys are normed and rotated, and queries scaled by ``score_factor``."""
         q, k = self.q(hidden_BSD), self.k(hidden_BSD)
         if self.norms_all_heads:
             q, k = self.normed(q, k)
@@ -181,7 +197,10 @@ class LatentAttention(Attention):
         self.o = Linear(d_model, n_heads * d_v, ("d_model", "heads"), is_residual=True)
 
     def query_and_kept(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """q_BSHC, whose last d_rope channels turn; and of keys and values the normed latent and the turned channels."""
+        """q_BSHC, and what a cache keeps: the normed latent, and the channels of the keys that are rotated.
+
+        Each query's last d_rope channels are rotated too.
+        """
         q = self.q_b(self.q_a_norm(self.q_a(hidden_BSD))) if self.has_q_latent else self.q(hidden_BSD)
         q_BSHN, q_BSHR = q.unflatten(-1, (-1, self.d_nope + self.d_rope)).split([self.d_nope, self.d_rope], dim=-1)
         latent_BSL, k_BSR = self.kv_a(hidden_BSD).split([self.kv_lora_rank, self.d_rope], dim=-1)
@@ -190,7 +209,10 @@ class LatentAttention(Attention):
         return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, (self.kv_a_norm(latent_BSL), k_BS1R)
 
     def keys_and_values(self, *kept: Tensor) -> tuple[Tensor, Tensor]:
-        """(k_BSHC, v_BSHC) of all heads, expanded from the latents; the turned channels are the same in each key."""
+        """(k_BSHC, v_BSHC) of all heads, expanded from the latents.
+
+        The rotated channels are the same in the keys of all heads.
+        """
         latent_BSL, k_BS1R = kept
         kv = self.kv_b(latent_BSL).unflatten(-1, (-1, self.d_nope + self.d_v))
         k_BSHN, v_BSHC = kv.split([self.d_nope, self.d_v], dim=-1)
@@ -198,12 +220,12 @@ class LatentAttention(Attention):
 
 
 def gated_output(gate_BSHX: Tensor, out_BSHC: Tensor) -> Tensor:
-    """The value sigmoid(gate) * out, of the shape and dtype of ``out_BSHC``; X is C, or 1 where a head has one gate."""
+    """sigmoid(gate) * out, of the shape and dtype of ``out_BSHC``. X is C, or 1 where each head has a single gate."""
     return gate_BSHX.sigmoid() * out_BSHC
 
 
 def build_output_gate(config: ModelConfig) -> Linear | None:
-    """The projection from attention's input to the gates of what it puts out, where the model has them."""
+    """The projection from attention's input to the gates on its output; None for a model without gates."""
     if config.attention_gate == "none":
         return None
     of_gates: Dim = "heads" if config.attention_gate == "elementwise" else "per_head"
@@ -211,7 +233,7 @@ def build_output_gate(config: ModelConfig) -> Linear | None:
 
 
 def pairs_to_halves(heads_BSHR: Tensor) -> Tensor:
-    """Channels (2c, 2c + 1) moved to (c, c + R/2), the pairs that ``rotate`` turns."""
+    """Channels (2c, 2c + 1) moved to (c, c + R/2), which are the pairs that ``rotate`` rotates."""
     return torch.cat([heads_BSHR[..., ::2], heads_BSHR[..., 1::2]], dim=-1)
 
 

@@ -1,9 +1,9 @@
 """The configuration of a decoder: plain values, no torch.
 
-Each number's type says from where to where it may lie: from what is possible to what its use can bear. The error about
-a number outside suggests the field's default, or what the field's metadata holds as ``usual``. In a proof, a number of
-an optional section is at most what its metadata holds as ``small``, and one that is not 0 at least what it holds as
-``strong``, so that a fault shows. ``problems()`` tells which rules between the fields of a section are broken.
+The type of each number gives its range. The error about a number outside its range suggests the field's default, or the
+``usual`` value in the field's metadata. `roundtable prove` changes the numbers of optional sections: to at most the
+metadata's ``small``, and where they are not 0 to at least its ``strong``, so that a fault shows. ``problems()`` yields
+a message for each broken rule between the fields of a section.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from modeling.mtp_config import MTPConfig
 from modeling.ranges import Coefficient, Count, Layer, Width
 from modeling.rope_scaling import RopeScaling, rope_scaling_problems
 
-# The one list of families; each is told by its module in modeling/families.
+# The one list of families; modeling/families has a module for each.
 FamilyName = Literal[
     "llama",
     "gpt2",
@@ -60,7 +60,7 @@ FamilyName = Literal[
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 ModelFamily = Literal[FamilyName, "none"]
-NO_FAMILY = "none"  # a model that no class of `transformers` computes: it can have every block, and is not exported
+NO_FAMILY = "none"  # a model without a class in `transformers`: it may combine all blocks, and cannot be exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class MLAConfig:
     d_v: Count = field(default=128, metadata={"small": 8})  # channels of a head's value
 
     def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields that is broken."""
+        """One message for each broken rule between the fields."""
         if min(self.d_nope, self.d_rope) < 1:
             return
         if self.d_rope % 2:
@@ -105,7 +105,7 @@ PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]
 Cap = Annotated[float, Interval(ge=1e-3, le=1e6)]
 DROPOUTS = ("embedding_dropout", "residual_dropout", "attention_dropout")
-LEAST_DROPOUT = 1e-3  # probabilities are drawn in steps of 2**-16 (modeling/dropout.py), so within 1% from here on
+LEAST_DROPOUT = 1e-3  # masks resolve probabilities in steps of 2**-16 (modeling/dropout.py): here to within 1%
 DropoutProbability = Annotated[float, Interval(ge=0.0, le=0.9)]
 
 
@@ -195,17 +195,17 @@ class ModelConfig:
 
     @property
     def mtp_layers(self) -> range:
-        """The numbers of the layers of modules that predict further tokens: those after the model's own."""
+        """The numbers of the layers of multi-token prediction, which come after the model's own."""
         return range(self.n_layers, self.n_layers + (0 if self.mtp is None else self.mtp.depth))
 
     @property
     def all_layers(self) -> range:
-        """The numbers of all layers: the model's own, and those of modules that predict further tokens."""
+        """The numbers of all layers: the model's own, and those of multi-token prediction."""
         return range(self.mtp_layers.stop)
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has, modules that predict further tokens with them."""
+        """Whether any layer has experts, those of multi-token prediction included."""
         return any(map(self.is_moe_layer, self.all_layers))
 
     @property
@@ -220,11 +220,14 @@ class ModelConfig:
 
     @property
     def has_kv_heads(self) -> bool:
-        """Whether each key-value head has projections of its own, from the hidden state."""
+        """Whether keys and values are projected from the hidden state for each head, rather than from latents (MLA)."""
         return self.mla is None
 
     def keys_shift_alike(self, layer: int) -> bool:
-        """Whether a vector that is added to all keys of a layer moves a query's scores alike: no softmax sees it."""
+        """Whether a vector added to all keys of a layer shifts all scores of a query by the same amount.
+
+        The softmax does not change then, so a bias of the keys has no gradient.
+        """
         return self.rope_dim_of(layer) == 0 and not self.qk_norm and not self.sinks and self.score_cap is None
 
     @property
@@ -239,24 +242,24 @@ class ModelConfig:
 
     @property
     def v_head_dim(self) -> int:
-        """Channels of one head's value, and of what it puts out."""
+        """Channels of one head's value, and of its output."""
         return self.head_dim if self.mla is None else self.mla.d_v
 
     @property
     def n_gates(self) -> int:
-        """Gates of what attention puts out, in one layer."""
+        """How many gates multiply attention's output in one layer."""
         return {"none": 0, "elementwise": self.n_heads * self.v_head_dim, "headwise": self.n_heads}[self.attention_gate]
 
     @property
     def rope_dim(self) -> int:
-        """Channels of a head that the rotary embedding turns."""
+        """Channels of a head that the rotary embedding rotates."""
         if self.positions != "rope":
             return 0
         return int(self.head_dim * self.rope_fraction) if self.mla is None else self.mla.d_rope
 
     @property
     def widest(self) -> int:
-        """No side of a layer's matrix is longer."""
+        """An upper bound on the rows and the columns of any matrix in a layer."""
         experts = self.moe.d_ff + self.moe.shared_width if self.moe is not None else 0
         heads, latents = self.n_heads * self.qk_head_dim, 0
         if self.mla is not None:
@@ -273,9 +276,9 @@ class ModelConfig:
         return count_with_experts(self.moe, self.n_layers) if self.moe is not None else 0
 
     def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields of an optional section, and about it, that is broken."""
+        """One message for each broken rule between the fields, those of the optional sections included."""
         yield from self.layer_list_problems()
-        if self.positions == "rope" and self.n_heads > 0:  # else its range's rule speaks
+        if self.positions == "rope" and self.n_heads > 0:  # no heads: reported where ranges are checked
             yield from rope_scaling_problems(self.rope_scaling, self.rope_dim, self.rope_theta)
         yield from self.position_problems()
         if isinstance(self.init, MupInit):
@@ -304,7 +307,7 @@ class ModelConfig:
             yield from expert_layer_problems(self.moe, self.n_layers)
 
     def mup_problems(self, mup: MupInit) -> Iterator[str]:
-        """One line for each rule between muP's numbers and the model's that is broken."""
+        """One message for each broken rule between muP's numbers and the model's."""
         if mup.base_d_model < 1:
             return
         ratio, told = mup.ratio(self.d_model), "where model.init.name=mup"
@@ -321,7 +324,7 @@ class ModelConfig:
             yield f"model.init.base_expert_d_ff={mup.base_expert_d_ff} changes nothing where model.moe=null; try null"
 
     def layer_list_problems(self) -> Iterator[str]:
-        """One line for each rule about the lists of layers without windows, turns or experts that is broken."""
+        """One message for each broken rule about the lists of layers without windows, rotation or experts."""
         is_linear = self.linear_attention is not None
         if is_linear and self.sliding_window is not None:
             yield (
@@ -344,7 +347,7 @@ class ModelConfig:
                 yield f"{told} must name layers below model.n_layers={self.n_layers} (the first is 0); try {fitting}"
 
     def position_problems(self) -> Iterator[str]:
-        """One line for each field of the rotary embedding that is set where there is none."""
+        """One message for each broken rule about positions: say a rotary field in a model without rotary embedding."""
         if self.positions == "t5" and self.t5_max_distance <= self.t5_buckets // 2:
             yield (
                 f"model.t5_max_distance={self.t5_max_distance} must be above half of "
@@ -378,7 +381,7 @@ class ModelConfig:
                 )
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens one of layer ``layer`` (from 0) sees, itself included; None: all before it."""
+        """The tokens that a token sees in layer ``layer`` (from 0), itself included; None: itself and all before it."""
         return None if self._like(layer) in self.full_attention_layers else self.sliding_window
 
     def is_linear_layer(self, layer: int) -> bool:
@@ -386,15 +389,15 @@ class ModelConfig:
         return self.linear_attention is not None and self._like(layer) not in self.full_attention_layers
 
     def rope_dim_of(self, layer: int) -> int:
-        """Channels of a head that turn in layer ``layer`` (from 0)."""
+        """Channels of a head that are rotated in layer ``layer`` (from 0)."""
         return 0 if self._like(layer) in self.nope_layers else self.rope_dim
 
     def _like(self, layer: int) -> int:
-        """The layer of the model's own whose attention layer ``layer`` has: itself, or beyond the last one that."""
+        """The model's own layer with the same kind of attention: the last one for a layer of multi-token prediction."""
         return min(layer, self.n_layers - 1)
 
     def layer_kind(self, layer: int) -> tuple[bool, bool, bool]:
-        """Equal for layers (from 0) whose weights are alike."""
+        """A key that is equal for layers (from 0) whose weights have the same names, shapes and stated dims."""
         return self.is_moe_layer(layer), self.is_linear_layer(layer), self.keys_shift_alike(layer)
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""The decoder, in the order in which it computes.
+"""The decoder-only transformer, in the order in which it computes: embedding, layers, final norm and head.
 
 Shape letters: B batch, S sequence, D d_model, V vocab_size.
 """
@@ -28,7 +28,7 @@ from modeling.norm import Norm, build_norm
 from modeling.rope import Rotary
 from modeling.rope_scaling import LongRopeScaling
 
-WAVELENGTHS_BASE = 10000.0  # sinusoidal positions' wavelengths are up to so many times 2 pi
+WAVELENGTHS_BASE = 10000.0  # the wavelengths of sinusoidal positions lie between 2 pi and this many times 2 pi
 ENTRY = (
     "embed",
     "embed_positions",
@@ -38,24 +38,26 @@ ENTRY = (
 
 @dataclass
 class Output:
-    """What a forward pass returns: the loss summed over targets, or logits; and each MoE layer's statistics.
+    """The result of a forward pass: the summed loss, or the logits; and the routing statistics of each MoE layer.
 
-    A part of a decoder that ends before the head returns the hidden states.
+    A part of a decoder that has no head (a pipeline stage but the last) gives ``hidden_BSD`` in place of loss and
+    logits.
     """
 
     loss: (
         Tensor | None
-    )  # fp64, the sum of the cross-entropies of the targets that count; its gradient, the z-loss's too
+    )  # fp64, the counted targets' cross-entropies, summed; its gradient is that of all losses, z-loss included
     logits_BSV: Tensor | None
     hidden_BSD: Tensor | None = None
     z_loss: Tensor | None = None  # fp64, the sum of these targets' squared logsumexps, without the coefficient
-    # fp64, by depth, the sums of the cross-entropies of further tokens, detached: ``loss`` has their gradients
+    # fp64, one for each depth of multi-token prediction: the summed cross-entropies, detached, since their gradients
+    # come with that of ``loss``
     further_losses: list[Tensor] = field(default_factory=list)
-    stats: dict[int, RoutingStats] = field(default_factory=dict)  # layer -> what its router did
+    stats: dict[int, RoutingStats] = field(default_factory=dict)  # by the number of the MoE layer
 
 
 class Embedding(nn.Module):
-    """Token embedding."""
+    """The token embedding: a trained vector for each token of the vocabulary."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Embedding(nn.Module):
         self.stated = {"weight": Weight(("vocab", "d_model"), is_table=True)}
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """The tokens' rows of the table: tokens_BS -> hidden_BSD, in the weight's dtype."""
+        """The embedded tokens: tokens_BS (int) -> hidden_BSD, in the weight's dtype."""
         return F.embedding(tokens_BS, self.weight)
 
 
@@ -76,12 +78,12 @@ class PositionEmbedding(nn.Module):
         self.stated = {"weight": Weight(("positions", "d_model"), is_table=True)}
 
     def forward(self, positions_BS: Tensor) -> Tensor:
-        """The positions' vectors (B, S, D); none may lie beyond the table."""
+        """The positions' vectors (B, S, D). Each position must be below the table's ``max_positions``."""
         return F.embedding(positions_BS, self.weight)
 
 
 class SinusoidalPositions(nn.Module):
-    """Sines and cosines of a position's angles, no weights (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
+    """Sines and cosines of a position's angles, not trained (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -95,11 +97,15 @@ class SinusoidalPositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each normed and added to the residual stream.
+    """Attention, then a feed-forward layer or an MoE layer, each with a norm and a residual connection.
 
-    The norms are of their inputs, or with ``norms_outputs`` of what they put out. With post norms it is both. What is
-    added is multiplied by ``residual_scale``, and in training dropped with probability ``residual_dropout``.
-    ``is_parallel``: the feed-forward layer sees what attention saw (GPT-J), not the stream that it was added to.
+    By default each of the two blocks is given its normed input (pre-norm). With ``norms_outputs`` the same two norms
+    are applied to the blocks' outputs instead, before these are added to the residual stream (OLMo 2). Where post norms
+    are given, both a block's input and its output are normed (Gemma 2).
+
+    What is added to the residual stream is first multiplied by ``residual_scale``, and in training dropped out with
+    probability ``residual_dropout``. With ``is_parallel`` both blocks read the layer's input (GPT-J); otherwise the
+    feed-forward layer reads the sum of that and attention's output.
     """
 
     def __init__(
@@ -135,7 +141,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
-        """hidden_BSD after this layer, and its router's statistics if it has one."""
+        """The hidden states (B, S, D) after this layer, and its router's statistics (None for a dense layer).
+
+        With a cache, ``hidden_BSD`` are new tokens that continue the cached sequences.
+        """
         in_BSD = hidden_BSD if self.norms_outputs else self.attention_norm(hidden_BSD)
         after = self.attention_norm if self.norms_outputs else self.attention_post_norm
         out_BSD = self.attention(in_BSD, context, cache)
@@ -153,7 +162,7 @@ class DecoderLayer(nn.Module):
     def add_feed_forward(
         self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context
     ) -> tuple[Tensor, RoutingStats | None]:
-        """The second half of the layer: what it makes of ``seen_BSD``, added to ``hidden_BSD``."""
+        """``hidden_BSD`` plus the feed-forward layer's output for ``seen_BSD``, and its router's statistics or None."""
         in_BSD, stats = seen_BSD if self.norms_outputs else self.feed_forward_norm(seen_BSD), None
         if isinstance(self.feed_forward, MoE):
             out_BSD, stats = self.feed_forward(in_BSD, context.between_layers, self.layer)
@@ -164,11 +173,14 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm, head. Layers are keyed by their number, so a part of them keeps its names.
+    """The embedding, the layers, the final norm and the head; or a part of these, such as one pipeline stage.
 
-    ``mtp`` are the modules that predict further tokens, keyed by the numbers of their layers, which are the last ones.
-    A part of a decoder may lack its ends: they are None there. ``takes_tokens``: its input are tokens, not hidden
-    states; the embedding alone does not say so, for ``mtp`` needs it too.
+    Layers are keyed by their numbers in the whole model, so that a part of it keeps the parameters' names. A part that
+    lacks the model's beginning or its end has None in place of those modules. ``mtp`` are the modules of multi-token
+    prediction, keyed by the numbers of the layers that they use, which come after the model's own.
+
+    ``takes_tokens`` says that the input is token ids rather than hidden states. The embedding's presence does not tell:
+    ``mtp`` needs it too.
     """
 
     embed: Embedding
@@ -207,31 +219,41 @@ class Decoder(nn.Module):
 
     @property
     def own_layers(self) -> list[DecoderLayer]:
-        """The layers but for those of ``mtp``."""
+        """The model's own layers, in order, without those that multi-token prediction adds."""
         return [self.layer_of(name) for name in self.layers if name not in self.mtp]
 
     def layer_of(self, name: str) -> DecoderLayer:
-        """The layer of that number."""
+        """The layer with the key ``name``, which is its number as text."""
         layer = self.layers[name]
         assert isinstance(layer, DecoderLayer)
         return layer
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence, where positions are learned, of a decoder whose weights are whole."""
+        """The longest sequence for which there are learned positions; None where positions are not learned.
+
+        It is read from the shape of the weight, which must be whole.
+        """
         table = self.embed_positions
         return table.weight.shape[0] if isinstance(table, PositionEmbedding) else None
 
     @property
     def cached_up_to(self) -> int | None:
-        """Beyond so many tokens of a sequence all of them turn otherwise (LongRoPE), and no cached key is right."""
+        """The longest sequence whose cached keys stay valid, in tokens; None where there is no limit.
+
+        LongRoPE rotates all tokens of a sequence by other angles once it is longer than this, so that every cached key
+        is wrong.
+        """
         halves = (cast(DecoderLayer, layer).attention for layer in self.layers.values())
         rotaries = (half.rotary for half in halves if isinstance(half, Attention))
         lengths = (each.scaling.original_seq_len for each in rotaries if isinstance(each.scaling, LongRopeScaling))
         return next(lengths, None)
 
     def part_of(self, layers: Iterable[int], *, has_embedding: bool, has_head: bool) -> "Decoder":
-        """A decoder of some of this one's layers, which shares its modules; with the head come those of ``mtp``."""
+        """A decoder of the given layers of this one, sharing its modules: a pipeline stage.
+
+        The part with the head also has the modules of multi-token prediction, their layers and the embedding.
+        """
         norm, head = (self.final_norm, self.head) if has_head else (None, None)
         mtp = {int(name): cast(PredictionModule, module) for name, module in self.mtp.items()} if has_head else {}
         return Decoder(
@@ -249,7 +271,10 @@ class Decoder(nn.Module):
         )
 
     def embedded(self, tokens_BS: Tensor, context: Context) -> Tensor:
-        """hidden_BSD that enters the first layer. ``embedding_scale`` is rounded to its dtype as Gemma's is."""
+        """The hidden states (B, S, D) that enter the first layer: the embedded tokens, with any added positions.
+
+        ``embedding_scale`` is rounded to the embedding's dtype before it is multiplied by, as in Gemma.
+        """
         hidden_BSD = self.embed(tokens_BS)
         if self.embedding_scale != 1:
             factor = torch.full((), self.embedding_scale, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
@@ -268,10 +293,10 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         ahead: Sequence[Ahead] = (),
     ) -> Output:
-        """The summed loss against ``targets_BS``, or the logits where there are none.
+        """The summed loss against ``targets_BS``, or the logits where no targets are given.
 
-        ``inputs`` are tokens_BS (int64), or hidden_BSD where this part of a decoder does not begin with tokens.
-        Further tokens are predicted where ``ahead`` tells them, beside ``targets_BS``.
+        ``inputs`` are tokens_BS (int64), or hidden_BSD in a part of a decoder that does not begin with the embedding.
+        ``ahead`` has what each module of multi-token prediction needs; it is used only together with ``targets_BS``.
         """
         hidden_BSD = self.embedded(inputs, context) if self.takes_tokens else inputs
         output = Output(None, None)
@@ -293,14 +318,18 @@ class Decoder(nn.Module):
         return output
 
     def divided(self, hidden_BSD: Tensor) -> Tensor:
-        """What enters the head: logits are linear in the hidden states, of which there are fewer."""
+        """The hidden states divided by ``logit_divisor``, and so the logits, which are linear in them.
+
+        Dividing the logits themselves would cost more, since there are more of them.
+        """
         return hidden_BSD if self.logit_divisor == 1 else hidden_BSD / self.logit_divisor
 
     def predict_further(self, hidden_BSD: Tensor, context: Context, ahead: Sequence[Ahead], output: Output) -> None:
-        """Adds to ``output`` what the modules of ``mtp`` lose, each of which goes on from the hidden states before.
+        """Adds the losses of multi-token prediction to ``output``, whose ``loss`` then carries their gradients too.
 
-        Those are the ones that the head sees, after the final norm: so the first module's input is in programs that
-        decode with these modules (transformers' MtpModel, vLLM, SGLang).
+        The first module reads the hidden states that the head sees, after the final norm, and each further one those of
+        the module before it. Programs that decode with these modules do the same (transformers' MtpModel, vLLM,
+        SGLang).
         """
         if not ahead:
             return
@@ -319,7 +348,8 @@ class Decoder(nn.Module):
 def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> Decoder:
     """The decoder on the current default device, with weights uninitialized (build under torch.device('meta')).
 
-    ``layers``: the numbers of those to build, in order; None: all, those of modules that predict further tokens too.
+    ``layers`` are the numbers of the layers to build, in order. None means all of them, including those of multi-token
+    prediction.
     """
     numbers = config.all_layers if layers is None else layers
     embed = Embedding(config.vocab_size, config.d_model)
@@ -341,14 +371,14 @@ def build_decoder(config: ModelConfig, layers: Iterable[int] | None = None) -> D
 
 
 def build_positions(config: ModelConfig) -> PositionEmbedding | SinusoidalPositions | None:
-    """What is added to embedded tokens by their positions, where the model has that."""
+    """The module that adds positions to the embedded tokens; None for a model that adds none."""
     match config.positions:
         case "sinusoidal":
             return SinusoidalPositions(config.d_model)
         case "learned":
             assert config.max_positions is not None, f"model.family={config.family} needs it"
             return PositionEmbedding(config.max_positions, config.d_model)
-        case "rope" | "alibi" | "t5" | "none":  # attention's, or nobody's
+        case "rope" | "alibi" | "t5" | "none":  # these act inside attention, or not at all
             return None
         case _:
             assert_never(config.positions)
@@ -384,7 +414,7 @@ def build_layer(config: ModelConfig, layer: int) -> DecoderLayer:
 
 
 def build_mixer(config: ModelConfig, layer: int) -> Mixer:
-    """The attention of layer number ``layer``, linear or not."""
+    """The attention of layer number ``layer``: linear attention where the config says so, else softmax attention."""
     if config.linear_attention is not None and config.is_linear_layer(layer):
         return LinearAttention(config, config.linear_attention, layer)
     return build_attention(config, layer)

@@ -1,11 +1,11 @@
-"""The names of the weights' dims: what a weight is, stated where it is made. No torch.
+"""Named dims of weights: each module states, where it makes a weight, what that weight is. No torch.
 
 A module that makes a weight or a buffer states it beside it, under the same name::
 
     self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
     self.stated = {"weight": Weight(("vocab", "d_model"))}
 
-How the model is cut, counted, initialized and decayed follows from these names, and from nothing else about a weight.
+How a weight is sharded, counted, initialized and decayed follows from these names alone.
 """
 
 from collections.abc import Mapping
@@ -22,37 +22,38 @@ Dim = Literal[
     "d_model",
     "positions",  # rows of the table of learned positions
     "heads",  # n_heads times the channels of a head
-    "per_head",  # one entry a query head
+    "per_head",  # one entry for each query head
     "buckets",  # of distances between tokens
     "kv_heads",  # n_kv_heads times the channels of a head, where keys and values have projections of their own
     "d_head",
     "linear_k_heads",  # linear_attention's n_k_heads times d_k
-    "linear_v_heads",  # its n_v_heads times d_v
-    "linear_d_v",  # channels of one value head of it
-    "per_linear_head",  # one entry a value head of it
+    "linear_v_heads",  # linear_attention's n_v_heads times d_v
+    "linear_d_v",  # channels of one value head of linear attention
+    "per_linear_head",  # one entry for each value head of linear attention
     "taps",  # tokens that a causal convolution sees
     "q_latent",  # channels into which queries are compressed before they become heads
     "kv_latent",  # channels into which keys and values are compressed
     "kv_latent_rope",  # kv_latent, and the channels of a key that are the same in all heads
     "d_ff",
     "shared_d_ff",  # n_shared_experts times moe.d_ff
-    "experts",  # one entry an expert
+    "experts",  # one entry for each expert
     "expert_d_ff",
     "one",  # a single number
     "token_and_hidden",  # d_model of a token's embedding, then as many of a hidden state
-    "scores",  # the router's outputs, one an expert: never cut, since every token is scored against every expert
+    "scores",  # the router's outputs, one per expert: never sharded, since every token is scored against every expert
 ]
 DIMS: tuple[Dim, ...] = get_args(Dim)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What one tensor of a module is.
+    """What one tensor of a module is: its dims by name, and how it is initialized and used.
 
-    ``init`` is how it starts: "normal", drawn as the config's ``init`` says; "residual", the same of a matrix that
-    writes to the residual stream; "ones"; "zeros"; the others are linear attention's (``modeling.init``). ``cancels``:
-    its gradient is zero, whatever the model computes, so that what is found there is rounding. ``is_table``: its rows
-    are looked up, and nothing is multiplied by it; a head that is tied to such a table is it.
+    ``init`` is how it starts: "normal", drawn as the config's ``init`` says; "residual", the same for a matrix whose
+    output is added to the residual stream; "ones"; "zeros"; the others are particular to linear attention
+    (``modeling.init``). ``cancels``: the gradient is zero by construction, so any value found there is rounding error.
+    ``is_table``: its rows are looked up rather than multiplied by. A head that is tied to such a table is the same
+    tensor.
     """
 
     dims: tuple[Dim, ...]
@@ -67,9 +68,9 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of experts' matrices: no vector, no stack of them, no table of biases.
+        """Whether it is a matrix, or a stack of experts' matrices, rather than a vector or a stack of vectors.
 
-        Nor are the taps of a convolution: each channel has its own.
+        A table of biases by distance is not one, nor are the taps of a convolution, where each channel has its own.
         """
         return len([dim for dim in self.dims if dim != "experts"]) >= 2 and not {"buckets", "taps"} & {*self.dims}
 
@@ -80,32 +81,36 @@ class Weight:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """Whether it is a matrix between hidden states, or a stack of experts' such matrices.
+        """Whether it is a matrix from hidden states to hidden states, or a stack of experts' such matrices.
 
-        Norms, biases, embeddings and the head are not. Nor is a router or a gate of shared experts: their outputs are
-        scores, as the head's are.
+        Norms, biases, embeddings and the head are not. Neither are a router and a gate of shared experts, whose outputs
+        are scores, like the head's.
         """
         return self.is_matrix and not (self.is_embedding or {"scores", "one"} & {*self.dims})
 
     @property
     def takes_8_bits(self) -> bool:
-        """Whether it is multiplied in 8 bits where the model's precision has them.
+        """Whether it is multiplied in 8 bits when the model's precision is fp8.
 
-        Not by gates of a head each: their products are few, and so narrow that a rank's part may be no whole unit.
+        Projections to one gate for each head are not: they are cheap, and a rank's part may be too narrow for the
+        kernels.
         """
         return self.is_hidden_matrix and not {"per_head", "per_linear_head"} & {*self.dims}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a dim is made of: ``count`` equal units, set in the config by ``key``. A rank gets whole ones."""
+    """The indivisible units of a dim, such as heads.
+
+    A rank gets whole ones; the config's ``key`` sets their ``count``.
+    """
 
     key: str
     count: int
 
 
 def units_of(config: ModelConfig) -> dict[Dim, Unit]:
-    """The units of the dims that an axis may cut, for those dims that this model has."""
+    """The units of each dim that parallelism may shard, for the dims that this model has."""
     units: dict[Dim, Unit] = {
         "heads": Unit("model.n_heads", config.n_heads),
         "vocab": Unit("model.vocab_size", config.vocab_size),
