@@ -210,7 +210,7 @@ class ModelConfig:
 
     @property
     def embeds_at_end(self) -> bool:
-        """Whether the embedding's weight works where the head is, too: as the head, or on further tokens."""
+        """Whether the embedding's weight is needed at the head too: as a tied head, or for multi-token prediction."""
         return self.tie_embeddings or self.mtp is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What every layer may look at besides its hidden states: where documents lie, and how auxiliary losses weigh.
+"""What layers need besides hidden states: positions, documents, attention masks, and the scales of auxiliary losses.
 
 Shape letters: B batch, S sequence, Q queries, T tokens, K top_k.
 """
@@ -24,12 +24,13 @@ PADDING = -1  # the document number of a position that holds no token
 
 @dataclass
 class Context:
-    """One forward pass's surroundings; one object for each micro-batch.
+    """What the layers of one forward pass share besides hidden states. There is one object for each micro-batch.
 
-    ``balance_scale`` and ``z_scale`` are what one sequence's balance loss and one token's z-loss weigh in the total
-    that is differentiated, before their coefficients: 1 / sequences of the batch and 1 / tokens of the batch, times
-    whatever the loss itself is multiplied by (loss scale, dp). ``choices`` holds experts that routers take instead of
-    choosing, by layer: to replay somebody else's choices. A pass writes nothing into its context but what is cached.
+    ``balance_scale`` and ``z_scale`` are the weights of one sequence's balance loss and of one token's router z-loss in
+    the total that is differentiated, before the coefficients: 1 / sequences of the global batch and 1 / tokens of the
+    global batch, times whatever multiplies the loss itself (the loss scale, dp). ``choices`` has experts that routers
+    take instead of choosing them, to replay another run's choices. A pass writes nothing to its context but cached
+    values.
     """
 
     positions_BS: Tensor  # int, restarting at each document
@@ -37,21 +38,22 @@ class Context:
     balance_scale: float = 0.0
     z_scale: float = 0.0
     has_padding: bool = False
-    part: "Context | None" = None  # of the positions that this rank holds between layers, where it holds fewer there
+    # the context of the positions that this rank holds between layers; None: all of these
+    part: "Context | None" = None
     choices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> indices_TK
-    draws: Draws | None = None  # what dropout's masks follow from; None: nothing is dropped, as outside training
-    bound: int | None = None  # of whole sequences: no position reaches it; None: not known
+    draws: Draws | None = None  # what dropout's masks are drawn from; None: nothing is dropped, as outside training
+    bound: int | None = None  # all positions of whole sequences are below it; None: not known
 
     @property
     def between_layers(self) -> "Context":
-        """The context of the positions that this rank holds between layers: what routers see."""
+        """The context of the positions that this rank holds between layers, which routers and dropout use."""
         return self if self.part is None else self.part
 
     def to(self, device: torch.device) -> Self:
-        """This context, which lies on the CPU and has cached nothing, on the device.
+        """This context on the device. It must lie on the CPU and have cached nothing yet.
 
-        What a CUDA device's host would have to wait for, since its size or value depends on where documents lie, is
-        told here, before the tensors go.
+        Whatever depends on where documents lie is computed here, before the tensors are copied: on a CUDA device its
+        size or value would make the host wait.
         """
         if device.type == "cpu":
             return self
@@ -67,7 +69,10 @@ class Context:
         return moved
 
     def replaying(self, choices: Mapping[int, Tensor]) -> "Context":
-        """This context with ``choices`` for the routers of the layers that it names; masks are shared."""
+        """This context with ``choices`` (layer -> indices_TK) for the routers of these layers.
+
+        Cached masks are shared.
+        """
         if not choices:
             return self
         again = copy.copy(self)
@@ -88,7 +93,7 @@ class Context:
         return {}
 
     def mask_BSS(self, window: int | None) -> Tensor:
-        """Which keys (last dim) each query may see; bool. Built once for all layers of one window."""
+        """Bool: which keys (last dim) each query may see. Built once for all layers with this window."""
         if window not in self.masks:
             self.masks[window] = attention_mask(
                 self.positions_BS, self.documents_BS, self.positions_BS, self.documents_BS, window
@@ -97,11 +102,14 @@ class Context:
 
     @cached_property
     def sloping_masks(self) -> dict[tuple[int | None, Alibi], Tensor]:
-        """Masks with slopes already built, by sliding window."""
+        """Masks with ALiBi's slopes already built, by sliding window and slopes."""
         return {}
 
     def mask_BHSS(self, window: int | None, alibi: Alibi) -> Tensor:
-        """What is added to the scores of scores that fall with the distance within a document; fp32. Built once."""
+        """The fp32 mask added to the scores under ALiBi: minus slope times distance, -inf where a key is hidden.
+
+        Built once for all layers with this window.
+        """
         key = (window, alibi)
         if key not in self.sloping_masks:
             mask_BSS, positions_BS = self.mask_BSS(window), self.positions_BS
@@ -110,11 +118,16 @@ class Context:
 
     @cached_property
     def sloping_channels(self) -> dict[tuple[Alibi, int, torch.dtype], SlopeChannels]:
-        """Channels with slopes already made."""
+        """Extra channels for ALiBi already made, by slopes, number of channels and dtype."""
         return {}
 
     def slope_channels(self, alibi: Alibi, n_channels: int, dtype: torch.dtype) -> SlopeChannels:
-        """What queries and keys of ``n_channels`` have besides, as kernels take slopes. Made once for all layers."""
+        """The extra channels of queries and keys by which fused kernels compute ALiBi's slopes.
+
+        Made once for all layers.
+
+        ``n_channels`` is the number of a head's own channels.
+        """
         key = (alibi, n_channels, dtype)
         if key not in self.sloping_channels:
             self.sloping_channels[key] = SlopeChannels.of(alibi, self.positions_BS, n_channels, dtype)
@@ -128,8 +141,8 @@ class Context:
     def document_pieces(self, window: int | None, block: int) -> list[Piece]:
         """The documents in pieces of at most ``block`` queries (``cut_documents``). Cut once for all layers.
 
-        As in kernels for various lengths, what tokens of a document see of each other follows from their places in the
-        row: their positions are taken to be consecutive.
+        As in variable-length kernels, masks within a piece follow from the tokens' places in the row: the positions
+        within a document are taken to be consecutive.
         """
         key = (window, block)
         if key not in self.cuts:
@@ -138,16 +151,17 @@ class Context:
 
     @cached_property
     def bands(self) -> dict[tuple[int | None, int, Alibi | None, Buckets | None], tuple[Tensor, Tensor | None]]:
-        """What ``band`` has already made."""
+        """Masks and buckets already made by ``band``."""
         return {}
 
     def band(
         self, window: int | None, block: int, alibi: Alibi | None, buckets: Buckets | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The mask of which each of ``document_pieces`` has a corner, and the buckets of its distances. Built once.
+        """One mask of which each of ``document_pieces`` uses a corner, and the buckets of its distances. Built once.
 
-        fp32 (1, 1 or H, Q, K), added to the scores, -inf where a key is not seen; with ``buckets`` bool (1, Q, K), and
-        the second one int64 (1, Q, K). Q is at most ``block``, and K the longest document's length, or less.
+        The mask is fp32 (1, 1 or H, Q, K) to be added to the scores, -inf where a key is hidden; with ``buckets`` it is
+        bool (1, Q, K), and the second tensor is int64 (1, Q, K), otherwise None. Q is at most ``block``, and K at most
+        the longest document's length.
         """
         key = (window, block, alibi, buckets)
         if key not in self.bands:
@@ -164,11 +178,11 @@ class Context:
 
     @cached_property
     def buckets(self) -> dict[Buckets, Tensor]:
-        """Buckets of distances already told."""
+        """Buckets of distances (T5) already computed."""
         return {}
 
     def buckets_BSS(self, buckets: Buckets) -> Tensor:
-        """The bucket of each query's distance to each key; int64. Told once for all layers."""
+        """The bucket of each query's distance to each key, int64. Computed once for all layers."""
         if buckets not in self.buckets:
             self.buckets[buckets] = buckets.of(self.positions_BS, self.positions_BS)
         return self.buckets[buckets]
@@ -179,7 +193,10 @@ class Context:
         return {}
 
     def rope_tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions' angles, fp32 (B, S, R/2). Once for all layers that turn alike."""
+        """Cosines and sines of the positions' angles, fp32 (B, S, R/2).
+
+        Computed once for all layers with this ``rotary``.
+        """
         if rotary not in self.rope:
             self.rope[rotary] = rotary.tables(self.positions_BS, self.bound)
         return self.rope[rotary]
@@ -200,17 +217,20 @@ class Context:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """``cu_seqlens`` on the host."""
+        """The boundaries of ``cu_seqlens`` as a list on the host."""
         return self.cu_seqlens[0].tolist()
 
     @cached_property
     def wide_boundaries(self) -> tuple[Tensor, Tensor]:
-        """The boundaries of ``cu_seqlens`` as int64, where the tokens are and on the host. Made once for all layers."""
+        """The boundaries of ``cu_seqlens`` as int64: on the tokens' device, and on the host.
+
+        Made once for all layers.
+        """
         on_host = torch.tensor(self.bounds)
         return to_device(on_host, self.documents_BS.device), on_host
 
     def row_pieces(self, window: int | None, block: int) -> list[Piece]:
-        """All rows in pieces of at most ``block`` queries (``cut_rows``). Cut once for all layers."""
+        """All rows together in pieces of at most ``block`` queries (``cut_rows``). Cut once for all layers."""
         key = (window, block)
         if key not in self.row_cuts:
             self.row_cuts[key] = cut_rows(self.bounds, self.documents_BS.shape[1], window, block)
@@ -223,7 +243,7 @@ class Context:
 
     @property
     def rows_are_documents(self) -> bool:
-        """Whether each row is one document from end to end; no CUDA device's host waits for the answer."""
+        """Whether each row is one document from end to end. The host of a CUDA device need not wait for the answer."""
         boundaries, longest = self.cu_seqlens
         n_rows, seq_len = self.documents_BS.shape
         return longest == seq_len and len(boundaries) == n_rows + 1
@@ -236,9 +256,9 @@ def attention_mask(
     key_documents_BS: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Bool mask_BQS: a query sees the keys of its own document at its position and up to window - 1 before it.
+    """Bool mask_BQS: a query sees the keys of its own document at its own position and up to window - 1 before it.
 
-    Padding sees padding, so that no row of the softmax is empty.
+    Without a window it sees all keys before it. Padding sees padding, so that no row of the softmax is empty.
     """
     distance_BQS = query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]
     mask_BQS = (query_documents_BQ[:, :, None] == key_documents_BS[:, None, :]) & (distance_BQS >= 0)

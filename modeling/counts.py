@@ -1,10 +1,10 @@
-"""Parameters and matrix-product FLOPs, from the logical tensors' shapes and dims.
+"""Counts of parameters and of matrix-product FLOPs, from the logical tensors' shapes and dims.
 
 The conventions are those of PaLM (arXiv:2204.02311, appendix B): a multiply-add is two FLOPs, only matrix products
 count (no softmax, norm or embedding look-up), recomputation does not count, and attention counts every key of the
 sequence though half are masked, so that MFU compares with published figures. With a sliding window of W a token counts
-W keys. Of linear attention the three products of a token with its head's matrix count: it is read under the key,
-written to, and read under the query.
+W keys. In linear attention the three products of a token with its head's matrix count: reading under the key, writing,
+and reading under the query.
 """
 
 from dataclasses import dataclass
@@ -36,22 +36,22 @@ def count_parameters(config: ModelConfig) -> Counts:
 
 
 def _parameters(config: ModelConfig) -> "list[LogicalTensor]":
-    from modeling.logical import logical_parameters  # with torch, which a look at a config does without
+    from modeling.logical import logical_parameters  # imports torch, which reading a config should not need
 
     return list(logical_parameters(config).values())
 
 
 def active_elements(config: ModelConfig, tensor: "LogicalTensor") -> int:
-    """Elements of a tensor that one token passes through."""
+    """The elements of a tensor that one token passes through: of experts, top_k of n_experts."""
     if config.moe is None or not tensor.is_expert:
         return tensor.numel
     return tensor.numel // config.moe.n_experts * config.moe.top_k
 
 
 def multiplied_by_layer(config: ModelConfig) -> list[int]:
-    """For each layer, the elements of matrices by which one token's hidden state is multiplied.
+    """For each layer, the number of elements of the matrices by which one token's hidden state is multiplied.
 
-    The last ones are those of modules that predict further tokens, with their projections.
+    The layers of multi-token prediction come last, with their projections.
     """
     sums = [0] * len(config.all_layers)
     for tensor in _parameters(config):
@@ -61,9 +61,9 @@ def multiplied_by_layer(config: ModelConfig) -> list[int]:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one token's forward pass in a sequence of ``seq_len`` tokens, head included, in training.
+    """FLOPs of one token's forward pass in training, in a sequence of ``seq_len`` tokens, the head included.
 
-    Modules that predict further tokens count, with the head that each of them passes through.
+    The modules of multi-token prediction count, each with one more pass through the head.
     """
     linear = config.linear_attention
     to_keys = [layer for layer in config.all_layers if not config.is_linear_layer(layer)]
@@ -78,5 +78,8 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of training on one token: the forward pass, and twice as many in the backward. What MFU is made of."""
+    """FLOPs of training on one token: the forward pass, and twice as many in the backward pass.
+
+    MFU is based on these.
+    """
     return 3 * forward_flops_per_token(config, seq_len)

@@ -1,4 +1,7 @@
-"""Weights at step 0: a function of (seed, name) alone, whatever the layout."""
+"""Weights at step 0.
+
+Each is a function of (seed, name) alone, so that every parallel layout starts from the same ones.
+"""
 
 import hashlib
 import math
@@ -15,21 +18,21 @@ from modeling.logical import LogicalTensor, logical_tensors
 from modeling.mup import deviation_factor, widths_of
 
 BLOCK_NUMEL = 1 << 22  # elements of a matrix that are drawn at once, where only a part of it is wanted
-VECTOR = 16  # elements that torch makes normal together (aten/native/cpu/DistributionTemplates.h, normal_fill)
+VECTOR = 16  # normal values that torch draws as one group (aten/native/cpu/DistributionTemplates.h, normal_fill)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the elements of a tensor are drawn: independently, with mean zero."""
+    """How the elements of a tensor are drawn: independently, with mean zero and this standard deviation."""
 
     deviation: float
     distribution: Distribution = "normal"
 
 
 def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The logical tensor ``name`` at step 0: fp32, on the CPU, whole, as its module states (modeling.dims.Weight).
+    """The whole logical tensor ``name`` at step 0: fp32, on the CPU, drawn as its module states (modeling.dims.Weight).
 
-    In a stack of experts each expert is drawn by itself.
+    In a stack of experts each expert is drawn by itself, under a name with its number.
     """
     return initial_box(config, seed, name, (0,) * len(shape), shape, shape)
 
@@ -37,10 +40,11 @@ def initial_tensor(config: ModelConfig, seed: int, name: str, shape: torch.Size 
 def initial_box(
     config: ModelConfig, seed: int, name: str, start: Sequence[int], shape: Sequence[int], whole: Sequence[int]
 ) -> Tensor:
-    """The elements of ``initial_tensor``, of the shape ``whole``, in the box from ``start`` on: fp32, on the CPU.
+    """A box of ``initial_tensor``: its elements of the given ``shape`` from ``start`` on. fp32, on the CPU.
 
-    No other expert of a stack is drawn. What precedes the box in its matrix is, since a generator cannot skip, in
-    blocks of BLOCK_NUMEL elements that are dropped: memory is that of the box and of one block.
+    ``whole`` is the shape of the whole tensor. In a stack of experts only the experts in the box are drawn. A generator
+    cannot skip, so what precedes the box in its matrix is drawn too, in blocks of BLOCK_NUMEL elements that are
+    dropped: memory is that of the box and of one block.
     """
     tensor = logical_tensors(config)[name]
     if tensor.weight.init == "ones":
@@ -62,18 +66,21 @@ def initial_box(
 
 
 def log_rates(share_H: Tensor) -> Tensor:
-    """Logarithms of rates from MIN_RATE to MAX_RATE, of shares from 0 to 1."""
+    """Logarithms of decay rates, which lie evenly between MIN_RATE and MAX_RATE for shares from 0 to 1."""
     return (MIN_RATE + (MAX_RATE - MIN_RATE) * share_H).log()
 
 
 def step_biases(share_H: Tensor) -> Tensor:
-    """What softplus turns into steps from MIN_STEP to MAX_STEP, of shares from 0 to 1: their logarithm goes evenly."""
+    """Biases that softplus turns into steps between MIN_STEP and MAX_STEP, even in their logarithm.
+
+    ``share_H`` says where each step lies in between, from 0 to 1.
+    """
     steps_H = (math.log(MIN_STEP) + math.log(MAX_STEP / MIN_STEP) * share_H).exp()
     return steps_H + (-(-steps_H).expm1()).log()
 
 
-# Numbers of linear attention's heads, as the authors of Gated DeltaNet begin with them (Mamba's: arXiv:2312.00752,
-# section 3.6): a matrix fades at a token by the factor exp(-rate x step).
+# Initial numbers of linear attention's heads, as in the code of Gated DeltaNet's authors (from Mamba, arXiv:2312.00752,
+# section 3.6): at each token a head's state is multiplied by exp(-rate x step).
 HEAD_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {"log_rates": log_rates, "step_biases": step_biases}
 MIN_RATE = 0.01
 MAX_RATE = 16.0
@@ -115,7 +122,7 @@ def spread_of(config: ModelConfig, tensor: LogicalTensor) -> Spread:
 
 
 def draw(seed: int, name: str, shape: Sequence[int], spread: Spread) -> Tensor:
-    """Values of that spread from the generator of (seed, name)."""
+    """Values of the given spread from the generator of (seed, name), fp32."""
     if spread.distribution == "uniform":
         return draw_uniform(seed, name, shape, 3**0.5 * spread.deviation)
     return draw_normal(seed, name, shape, spread.deviation)
@@ -134,7 +141,7 @@ def draw_uniform(seed: int, name: str, shape: Sequence[int], bound: float) -> Te
 def draw_box(
     seed: int, name: str, whole: Sequence[int], spread: Spread, start: Sequence[int], shape: Sequence[int]
 ) -> Tensor:
-    """The elements of ``draw`` of the shape ``whole`` in the box from ``start`` on."""
+    """The box of the given ``shape`` from ``start`` on, of the tensor of shape ``whole`` that ``draw`` would return."""
     inside = [slice(low, low + size) for low, size in zip(start, shape, strict=True)]
     if tuple(shape) == tuple(whole) or math.prod(whole) <= BLOCK_NUMEL:
         return draw(seed, name, whole, spread)[tuple(inside)]
@@ -148,10 +155,11 @@ def draw_box(
 
 
 def row_blocks(whole: Sequence[int], stop: int) -> Iterator[tuple[int, int]]:
-    """Rows [first, last) of a tensor, block after block until row ``stop`` is reached.
+    """Ranges [first, last) of a tensor's rows, one block after another, until row ``stop`` is reached.
 
-    Drawn one after another from one generator they are the tensor that is drawn at once: torch makes VECTOR normal
-    values together, so all blocks but the last have a multiple of so many, and the last one at least so many.
+    Blocks drawn one after another from one generator are equal to the tensor drawn at once: torch draws normal values
+    in groups of VECTOR, so the elements of each block but the last are a multiple of that, and the last has at least as
+    many.
     """
     row = math.prod(whole[1:])
     n_rows = VECTOR * max(1, BLOCK_NUMEL // (VECTOR * row))
@@ -165,7 +173,7 @@ def row_blocks(whole: Sequence[int], stop: int) -> Iterator[tuple[int, int]]:
 
 
 def fill_by(values: Tensor, spread: Spread, generator: torch.Generator) -> Tensor:
-    """The tensor, filled with the generator's next values of that spread."""
+    """The tensor ``values``, filled in place with the generator's next values of that spread."""
     if spread.distribution == "uniform":
         bound = 3**0.5 * spread.deviation
         return values.uniform_(-bound, bound, generator=generator)
@@ -191,7 +199,7 @@ def materialize(
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor], device: str | torch.device) -> None:
     """Replaces each meta parameter by ``value(name, shape)``, one by one, and each buffer by zeros on ``device``.
 
-    A tied weight appears in two modules, is made once, under its first name, and stays one parameter.
+    A tied weight, which appears in two modules, is made once, under its first name, and stays one parameter.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Linear attention: a head keeps a matrix from token to token, instead of all keys and values.
+"""Linear attention (Gated DeltaNet): a head keeps one matrix from token to token, instead of all keys and values.
 
 Shape letters: B batch, S sequence, D d_model, G key heads, H value heads, C channels of a key, W of a value, X channels
 of all heads, K tokens that the convolution sees.
@@ -27,23 +27,23 @@ from modeling.mixer import Mixer
 
 
 class Projected(NamedTuple):
-    """What each token's hidden state becomes before tokens meet: of the heads that the weights hold."""
+    """Each token's projections, for the heads whose weights this rank holds, before tokens are mixed."""
 
     q_BSGC: Tensor
     k_BSGC: Tensor
     v_BSHW: Tensor
-    a_BSH: Tensor  # how far the matrix fades, before its bias and softplus
-    b_BSH: Tensor  # how much is written, before its sigmoid
+    a_BSH: Tensor  # the decay of the state, before bias and softplus
+    b_BSH: Tensor  # the strength of writing to the state, before the sigmoid
 
 
 class HeadWeights(NamedTuple):
-    """The weights that belong to heads, without a product: of the heads that ``Projected`` has."""
+    """The weights of the same heads that are not matrices: the convolutions' taps, and the decay's numbers."""
 
     q_taps_XK: Tensor
     k_taps_XK: Tensor
     v_taps_XK: Tensor
-    log_rates_H: Tensor  # fp32, as the next one
-    step_biases_H: Tensor
+    log_rates_H: Tensor  # fp32
+    step_biases_H: Tensor  # fp32
 
 
 LinearCore = Callable[[Projected, HeadWeights, Context, Fuse], Tensor]
@@ -57,7 +57,10 @@ def mix(
     *,
     sizes: RuleSizes | None = None,
 ) -> Tensor:
-    """Linear attention's output (B, S, H, W): convolutions of queries, keys and values, then the gated delta rule."""
+    """Linear attention's output (B, S, H, W): convolutions of queries, keys and values, then the gated delta rule.
+
+    ``sizes`` sets the sizes of the rule's chunks; None takes the defaults.
+    """
     taps = (weights.q_taps_XK, weights.k_taps_XK, weights.v_taps_XK)
     q_BSGC, k_BSGC, v_BSHW = (
         fuse(short_convolution, heads.flatten(2), context.positions_BS, taps_XK).view(heads.shape)
@@ -79,9 +82,10 @@ def fading_and_writing(
 
 
 class LinearAttention(Mixer):
-    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, section 3.4), as Qwen3-Next has it: several values a key.
+    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, section 3.4), with several value heads to a key head.
 
-    ``core(projected, weights, context, fuse) -> out_BSHW`` is the seam at which context parallelism enters.
+    That is the layer of Qwen3-Next. ``core(projected, weights, context, fuse) -> out_BSHW`` mixes the tokens, and is
+    where context parallelism enters; tensor parallelism enters through ``positions``.
     """
 
     def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, layer: int) -> None:
@@ -104,7 +108,10 @@ class LinearAttention(Mixer):
         self.core: LinearCore = mix
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """The layer's output (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        """The layer's output (B, S, D).
+
+        With a cache, ``hidden_BSD`` are new tokens that continue the cached sequences.
+        """
         hidden_BSD = self.positions.gather(hidden_BSD)
         q_BSGC, k_BSGC = (each(hidden_BSD).unflatten(-1, (-1, self.d_k)) for each in (self.in_q, self.in_k))
         v_BSHW, z_BSHW = (each(hidden_BSD).unflatten(-1, (-1, self.d_v)) for each in (self.in_v, self.in_z))
@@ -118,7 +125,10 @@ class LinearAttention(Mixer):
 
 
 def carry_on(projected: Projected, weights: HeadWeights, context: Context, cache: LayerCache) -> Tensor:
-    """``mix`` of tokens that continue the sequences of the cache, which then holds them, too."""
+    """What ``mix`` returns, for new tokens that continue the cache's sequences.
+
+    The cache then includes these tokens.
+    """
     *earlier, state_BHCW = cache.carried or (None,) * 4
     pairs = zip(earlier, projected, weights, strict=False)
     found = [
@@ -134,7 +144,10 @@ def carry_on(projected: Projected, weights: HeadWeights, context: Context, cache
 
 
 class Taps(nn.Module):
-    """The weights of a causal convolution of each channel by itself: of the token itself the last."""
+    """The weights of a causal convolution in which each channel has its own taps.
+
+    The last tap is for the token itself.
+    """
 
     def __init__(self, n_channels: int, dim: Dim, size: int) -> None:
         super().__init__()
@@ -142,12 +155,12 @@ class Taps(nn.Module):
         self.stated = {"weight": Weight((dim, "taps"), "taps")}
 
     def forward(self) -> Tensor:
-        """taps_XK: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        """taps_XK: a copy, since under ZeRO 3 the weight itself is whole only during this call."""
         return self.weight.clone()
 
 
 class HeadNumbers(nn.Module):
-    """One number for each value head."""
+    """One trained number for each value head."""
 
     def __init__(self, stated: Weight, n_heads: int) -> None:
         super().__init__()
@@ -155,12 +168,12 @@ class HeadNumbers(nn.Module):
         self.stated = {"weight": stated}
 
     def forward(self) -> Tensor:
-        """The numbers, fp32 (H,): a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        """The numbers, fp32 (H,): a copy, since under ZeRO 3 the weight itself is whole only during this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head's output, times silu of its gate. Computed in fp32."""
+    """RMSNorm of each head's output, multiplied by silu of a gate. Computed in fp32."""
 
     def __init__(self, d_v: int, norm_eps: float) -> None:
         super().__init__()
@@ -177,13 +190,16 @@ class GatedNorm(nn.Module):
 def gated_norm_again(
     out_BSHW: Tensor, gate_BSHW: Tensor, weight_W: Tensor, *, norm_eps: float, piece_bytes: int = 0
 ) -> Tensor:
-    """``gated_norm`` where chains are not compiled: it keeps what it is given, and nothing else."""
+    """``gated_norm`` where chains are not compiled.
+
+    It saves only its inputs, and computes again in the backward pass.
+    """
     return rerun(partial(gated_norm, norm_eps=norm_eps), out_BSHW, gate_BSHW, weight_W)
 
 
 @by_rows(gated_norm_again)
 def gated_norm(out_BSHW: Tensor, gate_BSHW: Tensor, weight_W: Tensor, *, norm_eps: float) -> Tensor:
-    """What ``GatedNorm`` makes of them."""
+    """``out_BSHW`` normed, weighted and gated, in its own dtype: the computation of ``GatedNorm``."""
     wide = out_BSHW.float()
     normed = weight_W * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)).to(out_BSHW.dtype)
     return (normed * F.silu(gate_BSHW.float())).to(out_BSHW.dtype)

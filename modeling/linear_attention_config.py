@@ -13,8 +13,8 @@ from modeling.ranges import Count
 class LinearAttentionConfig:
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, section 3), in all layers but full_attention_layers.
 
-    A head keeps a matrix of d_k x d_v from token to token instead of all keys and values: each token lets it fade, and
-    writes the difference between its value and what is found under its key.
+    Instead of all keys and values, a head keeps a d_k x d_v matrix as its state from token to token. Each token lets
+    the state decay, and writes to it the difference between its value and what the state holds for its key.
     """
 
     noun: ClassVar[str] = "linear attention"
@@ -33,11 +33,11 @@ class LinearAttentionConfig:
 
     @property
     def v_width(self) -> int:
-        """Channels of all heads' values, of their gates, and of what the layer puts out."""
+        """Channels of all heads' values, of their gates, and of their outputs."""
         return self.n_v_heads * self.d_v
 
     def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields that is broken."""
+        """One message for each broken rule between the fields."""
         if self.n_k_heads < 1:
             return
         if self.n_v_heads % self.n_k_heads:

@@ -1,4 +1,4 @@
-"""The logical tensors of a model: every weight and buffer under its full name, as if nothing were parallel."""
+"""The logical tensors of a model: each weight and buffer by its full name, whole, as if nothing were parallel."""
 
 import math
 from collections.abc import Mapping
@@ -18,24 +18,25 @@ Half = Literal["attention", "feed_forward"]
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """What one tensor is, its whole shape, and where in the decoder it works."""
+    """What one tensor of the model is, its whole shape, and its place in the decoder."""
 
     weight: Weight
     shape: tuple[int, ...]
-    is_buffer: bool  # not trained by gradients: a router's bias
-    layer: int | None  # None: before the layers, the final norm or the head
-    half: Half | None  # of its layer; the norm before a half belongs to it. None: what enters or leaves the layer
+    is_buffer: bool  # not trained by gradients: a router's selection bias
+    layer: int | None  # None for what lies before the layers, the final norm and the head
+    # of its layer, the norm before a half included; None outside layers, and in mtp for what enters or leaves the layer
+    half: Half | None
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
     def fans(self) -> tuple[int, int]:
-        """(fan_in, fan_out) of a matrix, or of each one in a stack of experts: its numbers of inputs and of outputs.
+        """(fan_in, fan_out) of a matrix, or of each matrix in a stack of experts: its numbers of inputs and of outputs.
 
-        They are the whole matrix's, whatever part of it a rank holds.
+        They are those of the whole matrix, whatever part of it a rank holds.
         """
         assert self.weight.is_multiplied, self.weight
         return self.shape[-1], self.shape[-2]
@@ -48,10 +49,12 @@ class LogicalTensor:
 
 @lru_cache(maxsize=64)
 def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
-    """Every logical tensor of the model: parameters in the model's order, then buffers. Not to be changed.
+    """Every logical tensor of the model by name: parameters in the model's order, then buffers.
 
-    One layer of each kind (``ModelConfig.layer_kind``) is built and stands for all of it. Raises TypeError where a
-    module does not state what one of its tensors is.
+    Do not change the mapping.
+
+    Only one layer of each kind (``ModelConfig.layer_kind``) is built, on the meta device, and stands for all layers of
+    its kind. Raises TypeError where a module does not state what one of its tensors is.
     """
     examples = {config.layer_kind(layer): layer for layer in reversed(config.all_layers)}
     with torch.device("meta"):
@@ -76,7 +79,7 @@ def logical_tensors(config: ModelConfig) -> Mapping[str, LogicalTensor]:
 
 
 def logical_parameters(config: ModelConfig) -> dict[str, LogicalTensor]:
-    """The logical tensors that gradients train, in the model's order."""
+    """The logical tensors that gradients train, by name, in the model's order."""
     return {name: tensor for name, tensor in logical_tensors(config).items() if not tensor.is_buffer}
 
 
@@ -86,9 +89,9 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def whole_decoder(config: ModelConfig) -> Decoder:
-    """The whole model on the meta device: ``build_decoder``, its weights and buffers those of ``logical_tensors``.
+    """The whole model on the meta device, checked: its weights and buffers are those of ``logical_tensors``.
 
-    Raises TypeError where they are not, because layers of one ``ModelConfig.layer_kind`` have different ones.
+    Raises TypeError where they differ, because layers of one ``ModelConfig.layer_kind`` have different tensors.
     """
     with torch.device("meta"):
         model = build_decoder(config)
@@ -103,14 +106,15 @@ def whole_decoder(config: ModelConfig) -> Decoder:
 
 
 def is_entry(name: str) -> bool:
-    """Whether a logical tensor works before the layers: in the first stage of a pipeline."""
+    """Whether a logical tensor lies before the layers, and so in the first stage of a pipeline."""
     return name.partition(".")[0] in ENTRY
 
 
 def _order(name: str, tensor: LogicalTensor) -> tuple[bool, int, int]:
-    """Parameters before buffers; of these what is before the layers, these by number, and what comes after them.
+    """The sort key of the model's order: parameters before buffers, then by place in the model.
 
-    That is what else modules that predict further tokens have, then the final norm and the head.
+    The places are: before the layers; the layers by number; the further weights of multi-token prediction; the final
+    norm and the head.
     """
     if tensor.layer is not None:
         return tensor.is_buffer, 1 if name.startswith("layers.") else 2, tensor.layer
@@ -118,7 +122,7 @@ def _order(name: str, tensor: LogicalTensor) -> tuple[bool, int, int]:
 
 
 def _places(model: Decoder) -> dict[str, tuple[int, Half | None]]:
-    """The layer and the half of each tensor that belongs to a layer, by its full name."""
+    """The layer and the half of each tensor that belongs to a layer, by the tensor's full name."""
     found: dict[str, tuple[int, Half | None]] = {}
     for number, module in model.mtp.items():
         found |= {f"mtp.{number}.{name}": (int(number), None) for name, _ in module.named_parameters()}

@@ -1,10 +1,11 @@
-"""Numbers that a layer tells of a forward pass besides its output: how passes, ranks and layers combine them.
+"""Metrics that a layer returns beside its output, and how micro-batches, ranks and layers combine them.
 
-A layer returns them in a dataclass of scalar tensors, and each field's type says what becomes of it in metrics.jsonl:
+A layer returns them in a dataclass of scalar tensors. Each field's type declares its metric:
 
     z_loss: Annotated[Tensor, Metric("moe/z_loss", mean_over="tokens")]
 
-Nothing else has to know of a metric: ranks exchange, and the terminal, metrics.jsonl and W&B get, what is declared so.
+Nothing else has to know of it: a declared metric is reduced over the ranks, and written to the terminal, metrics.jsonl
+and W&B.
 """
 
 from collections.abc import Mapping
@@ -15,12 +16,13 @@ from typing import Literal, get_type_hints
 
 @dataclass(frozen=True)
 class Metric:
-    """What becomes of one number of a layer over the micro-batches and ranks of a step.
+    """The name of one number of a layer in metrics.jsonl, and how a step's micro-batches and ranks combine it.
 
-    ``key`` is its name in metrics.jsonl: with ``{layer}`` in it, as in "moe/layer_{layer:02d}/entropy", each layer has
-    its own; without, the layers are combined too. ``reduce`` is how, in either case: "sum" adds and "max" takes the
-    largest. ``mean_over`` divides the sum by so many tokens or sequences of the whole global batch. A sum over tokens
-    is of those that this rank routes; one over sequences is the same on all ranks that share them (tp and cp).
+    A ``key`` with ``{layer}`` in it, as in "moe/layer_{layer:02d}/entropy", gives each layer an entry of its own;
+    without, layers are combined as well. ``reduce`` is how: "sum" adds and "max" takes the largest value. ``mean_over``
+    then divides the sum by the number of tokens, or of sequences, of the global batch. A layer's sum over tokens is
+    over those that this rank routes; a sum over sequences is the same on all ranks that share the sequences (tp and
+    cp).
     """
 
     key: str
@@ -30,7 +32,10 @@ class Metric:
 
 @cache
 def metrics_of(stats: type, reduce: Literal["sum", "max"] | None = None) -> dict[str, Metric]:
-    """Field to metric of each field of dataclass ``stats`` that is one, in order; of one way to reduce, or of all."""
+    """The fields of dataclass ``stats`` that are metrics, in order: field name -> metric.
+
+    ``reduce`` selects one kind.
+    """
     hints = get_type_hints(stats, include_extras=True)
     declared = [(name, each) for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())]
     found = {name: each for name, each in declared if isinstance(each, Metric)}
@@ -44,10 +49,10 @@ def logged(
     n_tokens: int,
     n_sequences: int,
 ) -> dict[str, float]:
-    """The keys and values for a row of metrics.jsonl.
+    """The keys and values of the layers' metrics in one row of metrics.jsonl.
 
-    ``totals`` holds for each metric and each layer its sum, or its largest value, over the whole global batch, of
-    ``n_tokens`` routed tokens in ``n_sequences`` sequences; where all documents are left out there are no tokens.
+    ``totals`` holds, for each metric and each layer, its sum or its largest value over the global batch, which has
+    ``n_tokens`` routed tokens in ``n_sequences`` sequences. ``n_tokens`` is 0 where all documents are left out.
     """
     row = {}
     divisors = {None: 1, "tokens": max(1, n_tokens), "sequences": n_sequences}

@@ -10,7 +10,8 @@ from annotated_types import Interval
 class MTPConfig:
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): modules that predict further tokens.
 
-    Module k of ``depth`` predicts the token k + 1 places ahead. They are trained with and predict nothing afterwards.
+    Module k of ``depth`` predicts the token k + 1 places ahead. Their losses train the model; generation does not use
+    them.
     """
 
     noun: ClassVar[str] = "modules that predict further tokens"  # what a model with this section has, in messages

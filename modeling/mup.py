@@ -29,7 +29,7 @@ from modeling.config import ModelConfig
 from modeling.dims import Dim, Weight
 from modeling.init_config import MupInit
 
-Widths = Mapping[Dim, float]  # dim -> how many times as large it is as the base model's; a dim left out is as large
+Widths = Mapping[Dim, float]  # dim -> its size over its size in the base model; 1 for a dim that is left out
 BASE: Widths = {}
 
 WITH_D_MODEL: tuple[Dim, ...] = (
@@ -48,9 +48,9 @@ WITH_D_MODEL: tuple[Dim, ...] = (
 
 
 def widths_of(config: ModelConfig) -> Widths:
-    """How many times as large each dim of the model is as the base model's; BASE where ``init`` is not mup.
+    """The size of each of the model's dims over its size in the base model; BASE where ``init`` is not mup.
 
-    Latents of attention, vocabulary, positions and the number of experts are taken to be the base model's.
+    Attention's latents, vocabulary, positions and the number of experts are taken to be as in the base model.
     """
     init = config.init
     if not isinstance(init, MupInit):
@@ -64,9 +64,11 @@ def widths_of(config: ModelConfig) -> Widths:
 
 
 def fan_ratios(weight: Weight, widths: Widths) -> tuple[float, float]:
-    """(r_in, r_out) of a weight: of a matrix's two sides; of a vector or a table, which sum over no input, (1, r_out).
+    """(r_in, r_out) of a weight.
 
-    They follow from the dims' names alone, so a rank that holds a part of a weight finds what every other does.
+    A vector or a table sums over no input: there they are 1 and the ratio of its whole size.
+
+    They follow from the dims' names alone, so a rank that holds a part of a weight finds the same values as all others.
     """
     if weight.is_multiplied:
         return widths.get(weight.dims[-1], 1.0), widths.get(weight.dims[-2], 1.0)
@@ -77,15 +79,15 @@ def fan_ratios(weight: Weight, widths: Widths) -> tuple[float, float]:
 
 
 def longer_ratio(weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-    """How many times as long a matrix's longer side is as the base model's longer side, which may be the other one.
+    """The length of a matrix's longer side over that of the base model's longer side, which may be the other one.
 
-    ``shape`` is the whole logical weight's; of a stack each matrix is meant.
+    ``shape`` is that of the whole logical weight. In a stack it is each single matrix whose sides are meant.
     """
     (r_in, r_out), (fan_out, fan_in) = fan_ratios(weight, widths), shape[-2:]
     return min(r_in * max(1.0, fan_out / fan_in), r_out * max(1.0, fan_in / fan_out))
 
 
 def deviation_factor(weight: Weight, widths: Widths) -> float:
-    """What muP multiplies the deviation of a weight's first values by."""
+    """The factor by which muP multiplies the standard deviation of a weight's initial values."""
     r_in, _ = fan_ratios(weight, widths)
     return r_in**-0.5 if weight.is_hidden_matrix else 1 / r_in

@@ -14,9 +14,9 @@ from modeling.kernels.fuse import Fuse, plainly
 
 
 class RMSNorm(nn.Module):
-    """Scales each vector of the last dim to unit root mean square, then by a weight. Computed in fp32.
+    """Scales each vector along the last dim to unit root mean square, then by a weight. Computed in fp32.
 
-    ``adds_one``: by one and the weight, which starts at zero (Gemma, arXiv:2403.08295).
+    With ``adds_one`` the factor is one plus the weight, which then starts at zero (Gemma, arXiv:2403.08295).
     """
 
     def __init__(self, size: int, norm_eps: float, dim: Dim = "d_model", *, adds_one: bool = False) -> None:
@@ -41,9 +41,10 @@ def rms_norm(
     adds_one: bool,
     mean_of_all: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Tensor:
-    """What ``RMSNorm`` makes of ``hidden``.
+    """``hidden`` normed and scaled, in its own dtype: the computation of ``RMSNorm``.
 
-    ``mean_of_all`` turns the mean of this rank's squares into that of the whole dim, which tensor parallelism may cut.
+    ``mean_of_all`` turns the mean of this rank's squares into the mean over the whole dim, which tensor parallelism may
+    have sharded.
     """
     hidden_fp32 = hidden.float()
     scale = torch.rsqrt(mean_of_all(hidden_fp32.pow(2).mean(-1, keepdim=True)) + norm_eps)
@@ -55,8 +56,8 @@ def rms_norm(
 class LayerNorm(nn.Module):
     """Shifts each hidden state to mean zero and scales it to unit variance, then by a weight, and adds a bias.
 
-    Computed in fp32. It is over d_model alone, which no axis cuts. ``adds_one``: by one and the weight, which starts at
-    zero.
+    Computed in fp32, over d_model alone, which is never sharded. With ``adds_one`` the factor is one plus the weight,
+    which then starts at zero.
     """
 
     def __init__(self, d_model: int, norm_eps: float, *, adds_one: bool = False) -> None:
@@ -78,7 +79,7 @@ class LayerNorm(nn.Module):
 
 
 def layer_norm(hidden: Tensor, weight_D: Tensor, bias_D: Tensor, *, norm_eps: float, adds_one: bool) -> Tensor:
-    """What ``LayerNorm`` makes of ``hidden`` (..., D)."""
+    """``hidden`` (..., D) normed, scaled and shifted, in its own dtype: the computation of ``LayerNorm``."""
     weight_D = weight_D.float() + 1 if adds_one else weight_D.float()
     return F.layer_norm(hidden.float(), weight_D.shape, weight_D, bias_D.float(), norm_eps).to(hidden.dtype)
 
@@ -87,7 +88,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def build_norm(config: ModelConfig) -> Norm:
-    """A norm of the residual stream, of what is added to it, or of the embedded tokens."""
+    """A norm over d_model of the kind that the config names: on the residual stream, block outputs or embeddings."""
     match config.norm:
         case "rms":
             return RMSNorm(config.d_model, config.norm_eps, adds_one=config.norm_adds_one)

@@ -1,4 +1,4 @@
-"""The precisions by their names in the config: plain values, no torch."""
+"""The names of precisions in the config: plain values, no torch."""
 
 from typing import Literal
 
@@ -7,5 +7,5 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 def stored_as(precision: Precision) -> Stored:
-    """The precision of weights and activations: fp8 is of products' factors alone."""
+    """The precision of weights and activations. fp8 is only for the factors of matrix products, and stores bf16."""
     return "bf16" if precision == "fp8" else precision

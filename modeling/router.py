@@ -1,4 +1,4 @@
-"""The router: which experts each token goes to, and with what weight.
+"""The router of an MoE layer: which experts each token goes to, and with what weight.
 
 Shape letters: T tokens, D d_model, E experts, K top_k, G groups of experts.
 """
@@ -18,10 +18,10 @@ from modeling.moe_config import MoEConfig, ScoreName
 
 
 class Score(NamedTuple):
-    """How a router's logits become scores, none of them negative."""
+    """How a router's logits become its scores, which are not negative."""
 
     of: Callable[[Tensor], Tensor]  # logits_TE -> scores_TE
-    sums_to_one: bool = False  # each token's scores do
+    sums_to_one: bool = False  # whether each token's scores sum to one
 
 
 SCORES: dict[ScoreName, Score] = {
@@ -31,33 +31,35 @@ SCORES: dict[ScoreName, Score] = {
 
 
 class Routing(NamedTuple):
-    """The choice for each token, and what the balancing losses need. All floats are fp32."""
+    """The experts chosen for each token and their weights, with what the auxiliary losses need. All floats are fp32."""
 
     indices_TK: Tensor  # int64, the experts chosen
     weights_TK: Tensor  # what each chosen expert's output is multiplied by
     logits_TE: Tensor
-    affinity_TE: Tensor  # the scores, divided by their sum over the experts where that is not one
+    affinity_TE: Tensor  # the scores, normalized to sum to one over the experts
 
 
 ReviseChoice = Callable[[Tensor, Tensor], Tensor]
 
 
 def keep_choice(scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
-    """``Router.revise_choice`` in training: the router's own choice."""
+    """The router's own choice, as it is: ``Router.revise_choice`` in training."""
     return indices_TK
 
 
 class Router(nn.Module):
-    """Top-k routing by one of SCORES (DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid and the bias).
+    """Top-k routing by one of SCORES (sigmoid and the bias: DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    With ``n_groups`` above one, a token's experts are in its best ``top_k_groups`` groups: those with the largest sums
-    of their ``n_best`` best scores (two in DeepSeek-V3; one in DeepSeek-V2, arXiv:2405.04434, section 2.2.2). With
-    ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never to the weights; it moves by
-    ``modeling.balance.updated_bias`` and always stays fp32. Logits are computed in fp32; with ``logit_bias`` a trained
-    bias belongs to them, and so to the choice and to the weights.
+    With ``n_groups`` above one, a token's experts are chosen within its best ``top_k_groups`` groups: those with the
+    largest sums of their ``n_best`` best scores (two in DeepSeek-V3; one in DeepSeek-V2, arXiv:2405.04434, section
+    2.2.2).
 
-    ``revise_choice(scores_TE, indices_TK) -> indices_TK`` is the seam at which a proof sees each choice as it is made,
-    and replays another's where it was a tie.
+    With ``has_bias`` the buffer ``bias`` is added to the scores for the choice alone, never for the weights; it always
+    stays fp32 and is updated by ``modeling.balance.updated_bias``. With ``logit_bias`` a trained bias is part of the
+    logits, and so of the choice and the weights. Logits are computed in fp32.
+
+    ``revise_choice(scores_TE, indices_TK) -> indices_TK`` is called on each choice. `roundtable prove` puts a function
+    there that records choices, or replays another run's choice where scores are tied.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Router(nn.Module):
         logit_bias: bool = False,
         has_auxiliary_losses: bool = True,
     ) -> None:
-        """``has_auxiliary_losses``: others than the model's own loss train the router's weights."""
+        """``has_auxiliary_losses`` says whether a balance loss or a z-loss trains the router's weights."""
         super().__init__()
         self.top_k = top_k
         self.n_groups = n_groups
@@ -87,7 +89,7 @@ class Router(nn.Module):
         self.routed_scale = routed_scale
         self.weight = nn.Parameter(torch.empty(n_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(n_experts)) if logit_bias else None
-        weighs_one = top_k == 1 and normalize_top_k  # whatever the scores are
+        weighs_one = top_k == 1 and normalize_top_k  # the weight is 1 whatever the scores are: no gradient through it
         cancels = weighs_one and not has_auxiliary_losses
         self.stated = {
             "weight": Weight(("scores", "d_model"), cancels=cancels),
@@ -95,13 +97,13 @@ class Router(nn.Module):
             "bias": Weight(("scores",), "zeros"),
         }
         self.revise_choice: ReviseChoice = keep_choice
-        self.fuse: Fuse = plainly  # of what ends in the choice: never compiled
+        self.fuse: Fuse = plainly  # for the scores that decide the choice: never compiled
         self.fuse_weights: Fuse = plainly
         self.bias: Tensor | None
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32) if has_bias else None)
 
     def forward(self, hidden_TD: Tensor, choice_TK: Tensor | None = None) -> Routing:
-        """Routes each token; ``choice_TK`` replays a choice of experts instead of making one."""
+        """Routes each token. ``choice_TK`` replays a given choice of experts instead of making one."""
         logit_bias = () if self.logit_bias is None else (self.logit_bias,)
         logits_TE, scores_TE = self.fuse(scored, hidden_TD, self.weight, *logit_bias, score=self.score)
         score = SCORES[self.score]
@@ -115,11 +117,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor) -> Tensor:
-        """indices_TK of the top_k scores, the bias added, in the best groups."""
+        """indices_TK of the top_k scores, with the selection bias added, within each token's best groups."""
         return top_k_places(self.within_groups(self.biased(scores_TE)), self.top_k)
 
     def biased(self, scores_TE: Tensor) -> Tensor:
-        """The scores by which experts are chosen (T, E)."""
+        """The scores by which experts are chosen (T, E), the selection bias added where there is one."""
         return scores_TE if self.bias is None else scores_TE + self.bias
 
     def group_scores(self, biased_TE: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class Router(nn.Module):
         return biased_TE.unflatten(1, (self.n_groups, -1)).topk(self.n_best, dim=-1).values.sum(-1)
 
     def within_groups(self, biased_TE: Tensor) -> Tensor:
-        """The scores, -inf outside each token's best groups (T, E)."""
+        """The scores (T, E), set to -inf outside each token's best groups."""
         if self.n_groups == 1:
             return biased_TE
         best_TG = top_k_places(self.group_scores(biased_TE), self.top_k_groups)
@@ -138,7 +140,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def gap(self, scores_TE: Tensor) -> Tensor:
-        """By how much each token's choice leads the nearest other one (T,): rounding below it changes no choice."""
+        """The margin of each token's choice over the next best one (T,). Rounding below it changes no choice."""
         biased_TE = self.biased(scores_TE)
         lead_T = lead(self.within_groups(biased_TE), self.top_k)
         if self.n_groups == 1:
@@ -157,7 +159,7 @@ def scored(
 
 
 def weights_of(scores_TE: Tensor, indices_TK: Tensor, *, normalize_top_k: bool, routed_scale: float) -> Tensor:
-    """What each chosen expert's output is multiplied by (T, K)."""
+    """The factor of each chosen expert's output (T, K)."""
     weights_TK = scores_TE.gather(1, indices_TK)
     if normalize_top_k:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -167,14 +169,14 @@ def weights_of(scores_TE: Tensor, indices_TK: Tensor, *, normalize_top_k: bool, 
 def weights_and_shares(
     scores_TE: Tensor, indices_TK: Tensor, *, normalize_top_k: bool, routed_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``weights_of``, and the scores divided by their sum over the experts (T, E)."""
+    """The factor of each chosen expert's output (T, K), and the scores normalized to sum to one (T, E)."""
     ways = {"normalize_top_k": normalize_top_k, "routed_scale": routed_scale}
     weights_TK = weights_of(scores_TE, indices_TK, **ways)
     return weights_TK, scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
 
 def lead(values_TX: Tensor, k: int) -> Tensor:
-    """By how much each row's k-th largest value leads the next (T,); inf where there is no next."""
+    """The difference of each row's k-th largest value and the next one (T,); inf where there is no next one."""
     if k == values_TX.shape[1]:
         return torch.full_like(values_TX[:, 0], math.inf)
     best_TX = values_TX.topk(k + 1, dim=-1).values

@@ -1,4 +1,4 @@
-"""The bias balancing rule, applied to a model after a step."""
+"""Moves the routers' selection biases after a step, for models balanced by bias."""
 
 from typing import assert_never
 
@@ -14,9 +14,9 @@ from modeling.moe_config import BiasBalance, NoBalance, SequenceAuxBalance
 
 @torch.no_grad()
 def move_router_biases(model: Decoder, config: ModelConfig, counts: dict[int, Tensor]) -> None:
-    """Moves each router's selection bias, if the config has that rule.
+    """Moves each router's selection bias towards an even load, if the config balances by bias; otherwise does nothing.
 
-    ``counts`` are the pairs sent to each expert (E,), by layer, of the whole global batch.
+    ``counts`` are, by layer, the token-expert pairs sent to each expert (E,), summed over the whole global batch.
     """
     if config.moe is None:
         return
