@@ -1,4 +1,4 @@
-"""Balancing rules that do not depend on the layout, and how their gradients enter.
+"""The losses and the bias rule that balance the load of experts, and how the losses' gradients enter.
 
 Shape letters: B batch (sequences), S sequence, T tokens (B*S), E experts, K top_k.
 """
@@ -13,10 +13,10 @@ from modeling.context import PADDING
 def sequence_balance_sums(
     affinity_TE: Tensor, indices_TK: Tensor, documents_BS: Tensor, *, has_padding: bool = True
 ) -> Tensor:
-    """Sums over each sequence's real tokens, (B, 2E + 1): pairs sent to each expert, affinity of each expert, tokens.
+    """Sums over each sequence's real tokens (B, 2E + 1): pairs sent to each expert, affinity of each expert, tokens.
 
-    Sums over parts of the sequences add up to those over the whole, so ranks that share sequences can add theirs.
-    ``has_padding``: some of ``documents_BS`` may be PADDING.
+    Sums over parts of a sequence add up to those over the whole, so ranks that share sequences can add theirs.
+    ``has_padding`` says that some of ``documents_BS`` may be PADDING.
     """
     n_sequences, seq_len = documents_BS.shape
     chosen_TE = torch.zeros_like(affinity_TE)
@@ -33,11 +33,11 @@ def sequence_balance_sums(
 
 
 def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
-    """Each sequence's balance loss (B,), from its sums: over experts, load share x mean affinity; 1 when even.
+    """Each sequence's balance loss (B,), from its sums: over experts, load share x mean affinity. It is 1 when even.
 
-    The load share is n_experts / (top_k x tokens) times the pairs sent to the expert (DeepSeek-V3, arXiv:2412.19437,
-    eq. 17-20). A sequence is one packed sample; padding counts on neither side. Numbers of pairs and tokens have no
-    gradient.
+    The load share is the pairs sent to the expert times n_experts / (top_k x tokens) (DeepSeek-V3, arXiv:2412.19437,
+    eq. 17-20). A sequence is one packed sample; padding does not count. Gradients flow through the affinity alone, not
+    through the numbers of pairs and tokens.
     """
     n_experts = sums_BX.shape[1] // 2
     affinity_BE = sums_BX[:, n_experts:-1]
@@ -46,29 +46,29 @@ def sequence_balance_losses(sums_BX: Tensor, top_k: int) -> Tensor:
 
 
 def z_losses(logits_TE: Tensor) -> Tensor:
-    """Each token's router z-loss (T,): logsumexp of its logits, squared (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    """Each token's router z-loss (T,): the square of its logits' logsumexp (ST-MoE, arXiv:2202.08906, eq. 5)."""
     return logits_TE.logsumexp(-1).square()
 
 
 def z_losses_and_entropies(logits_TE: Tensor, affinity_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """``z_losses``, and each token's entropy (T,) in nats over its affinity to the experts."""
+    """Each token's router z-loss (T,), and the entropy (T,) in nats of its affinity to the experts."""
     return z_losses(logits_TE), -torch.special.xlogy(affinity_TE, affinity_TE).sum(-1)
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     """The selection bias after a step: up by ``rate`` for experts below the mean load, down for those above.
 
-    ``counts_E`` are the pairs of the whole global batch (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+    ``counts_E`` are the token-expert pairs of the whole global batch (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
     """
     counts_E = counts_E.double()
     return bias_E + rate * (counts_E.mean() - counts_E).sign().to(bias_E.dtype)
 
 
 class InjectLoss(Function):
-    """Passes ``carrier`` through and adds ``scale`` x ``loss`` to whatever is differentiated downstream.
+    """Returns ``carrier`` as it is, and adds ``scale`` x ``loss`` to whatever total loss is differentiated downstream.
 
-    So an auxiliary loss reaches the router from any pipeline stage without travelling to the last one. ``scale`` is
-    filled in on the loss's device: for a copy of it a CUDA device's host would wait, in each layer.
+    So an auxiliary loss reaches the router from any pipeline stage, without being sent to the last one. ``scale`` is a
+    number that is filled in on the loss's device: copying it there would make a CUDA device's host wait, in each layer.
     """
 
     @staticmethod

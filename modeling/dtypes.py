@@ -1,4 +1,4 @@
-"""The precisions by their names in the config."""
+"""The torch dtypes of the precisions that the config names."""
 
 import torch
 

@@ -21,19 +21,19 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 def activated(up: Tensor, *, activation: ActivationName) -> Tensor:
-    """The value activation(up), of the shape and dtype of ``up``."""
+    """activation(up), of the shape and dtype of ``up``."""
     return ACTIVATIONS[activation](up)
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: ActivationName) -> Tensor:
-    """The value activation(gate) * up, of the shape and dtype of ``up``."""
+    """activation(gate) * up, of the shape and dtype of ``up``."""
     return ACTIVATIONS[activation](gate) * up
 
 
 class FeedForward(nn.Module):
     """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 
-    ``positions`` is the seam of tensor parallelism.
+    Tensor parallelism enters through ``positions``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The block's output, of the shape and dtype of ``hidden`` (..., D)."""
+        """The layer's output, of the shape and dtype of ``hidden`` (..., D)."""
         hidden = self.positions.gather(hidden)
         if self.gate is None:
             inner = self.fuse(activated, self.up(hidden), activation=self.activation)

@@ -74,9 +74,10 @@ def mix(
 def fading_and_writing(
     a_BSH: Tensor, b_BSH: Tensor, log_rates_H: Tensor, step_biases_H: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(g, b) of the gated delta rule, fp32 (B, S, H): -exp(rate) x softplus(a + bias), as Mamba has it, and sigmoid(b).
+    """(g, b) of the gated delta rule, fp32 (B, S, H): the logarithm of the state's decay, and the strength of writing.
 
-    Dao & Gu 2024 (arXiv:2405.21060) have the first of the two, in section 7's code.
+    g = -exp(log_rate) x softplus(a + step_bias), as in Mamba (Dao & Gu 2024, arXiv:2405.21060, code of section 7), and
+    b = sigmoid(b).
     """
     return -log_rates_H.exp() * F.softplus(a_BSH.float() + step_biases_H), b_BSH.float().sigmoid()
 

@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer: dropless routing, experts, an optional shared expert.
+"""The mixture-of-experts feed-forward layer: dropless routing, experts, and optional shared experts.
 
 Shape letters: B batch, S sequence, T tokens, D d_model, E experts, K top_k, F d_ff.
 """
@@ -27,7 +27,10 @@ from modeling.router import Router, Routing, build_router
 
 @dataclass
 class RoutingStats:
-    """What one MoE layer saw in one forward pass, detached. Each field with a ``Metric`` is a metric of the run."""
+    """Statistics of one MoE layer in one forward pass, detached.
+
+    Each field with a ``Metric`` is a metric of the run.
+    """
 
     counts_E: Tensor  # int64, token-expert pairs processed by each expert
     choice_TK: Tensor  # int64, the experts chosen for each routed token
@@ -41,12 +44,13 @@ class RoutingStats:
 
 # (rows_RD, weights_TK, gate_EFD, up_EFD, down_EDF, biases, swiglu_limit, ways) -> out_TD
 ComputeExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertBiases | None, float | None, Ways], Tensor]
-# (hidden_TD, indices_TK, counts_E, fuse) -> rows_RD, which perhaps are still on their way, and what goes on with them
+# (hidden_TD, indices_TK, counts_E, fuse) -> rows_RD, which may still be in transit, and the function that computes the
+# experts' outputs from them
 ExpertDispatch = Callable[[Tensor, Tensor, Tensor, Fuse], tuple[Tensor, ComputeExperts]]
 
 
 def staying(experts: Callable[..., Tensor]) -> ExpertDispatch:
-    """The dispatch of one device, which sends nothing: ``experts`` is experts_grouped, or computes the same."""
+    """The dispatch on one device, which sends nothing. ``experts`` is experts_grouped, or computes the same."""
 
     def dispatch(hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
         return hidden_TD, lambda hidden_TD, *rest: experts(hidden_TD, indices_TK, *rest, counts_E=counts_E)
@@ -55,7 +59,7 @@ def staying(experts: Callable[..., Tensor]) -> ExpertDispatch:
 
 
 class Sender(nn.Module):
-    """Sends tokens to their experts. ``dispatch`` is the seam at which expert parallelism enters."""
+    """Sends tokens to their experts by ``dispatch``, which is where expert parallelism enters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +68,15 @@ class Sender(nn.Module):
     def forward(
         self, hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse
     ) -> tuple[Tensor, ComputeExperts]:
-        """What Experts is to be called with, besides the weights. Nobody else may read the rows."""
+        """The rows and the function that ``Experts`` is called with. Nothing else may read the rows."""
         return self.dispatch(hidden_TD, indices_TK, counts_E, fuse)
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked. ``products`` is the seam at which another precision enters.
+    """The experts' weights, stacked. ``products`` sets how they are multiplied by, such as in fp8.
 
-    ``kept_share``: as modeling.kernels.experts.Ways has it; the seam at which recomputation enters.
+    ``kept_share`` is the share of intermediate values that are kept for the backward pass rather than recomputed
+    (modeling.kernels.experts.Ways).
     """
 
     def __init__(
@@ -150,7 +155,10 @@ class MoE(nn.Module):
         self.sum_shared: Callable[[Tensor], Tensor] = lambda partial_BSD: partial_BSD
 
     def forward(self, hidden_BSD: Tensor, context: Context, layer: int) -> tuple[Tensor, RoutingStats]:
-        """The layer's output (B, S, D) and what its router did. Padding is not routed and comes out as zero."""
+        """The layer's output (B, S, D), and statistics of its router.
+
+        Padding is not routed: the experts' output for it is zero.
+        """
         hidden_TD = hidden_BSD.flatten(0, 1)
         valid_T = context.valid_T
         routed_TD = hidden_TD if valid_T is None else hidden_TD.index_select(0, valid_T)
@@ -174,10 +182,10 @@ class MoE(nn.Module):
         return out_BSD, stats
 
     def compute_shared_early(self) -> None:
-        """Sets ``shared_early``.
+        """Sets ``shared_early``: from now on the shared experts are computed before the routed ones.
 
-        The shared expert's sum over the ranks of tp stays behind the experts: so recomputation, which ends with the
-        last tensor that is kept, does not send it again.
+        Their sum over the ranks of tp stays behind the routed experts, so that recomputation, which stops at the last
+        tensor that is needed, does not communicate it again.
         """
         if self.shared is not None:
             positions = self.shared.positions
@@ -206,7 +214,10 @@ class MoE(nn.Module):
         return weights_TK, stats
 
     def sequence_losses(self, affinity_TE: Tensor, indices_TK: Tensor, context: Context) -> Tensor:
-        """Each sequence's balance loss (B,), with routed tokens put back at their places in the sequences."""
+        """Each sequence's balance loss (B,).
+
+        Where there is padding, routed tokens are first put back in their places.
+        """
         valid_T, top_k = context.valid_T, indices_TK.shape[1]
         if valid_T is not None:
             n_tokens = context.documents_BS.numel()

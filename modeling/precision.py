@@ -1,4 +1,4 @@
-"""What a precision means for a model: the dtype of its weights and activations, and how its layers multiply."""
+"""How a model's layers multiply under each precision of the config."""
 
 from torch import nn
 
@@ -11,18 +11,19 @@ from modeling.precision_config import Precision
 
 
 def products_of(precision: Precision, fuse: Fuse = plainly, *, keeps_weights: bool = False) -> Products:
-    """How layers multiply by their weights. ``fuse``: how chains of elementwise work are computed.
+    """How layers multiply by their weights under ``precision``. ``fuse`` says how elementwise chains are computed.
 
-    ``keeps_weights``: weights that were cut to 8 bits stay until they change (modeling.kernels.cuts.Cuts).
+    With ``keeps_weights``, weights that were quantized to 8 bits are kept until they change
+    (modeling.kernels.cuts.Cuts).
     """
     return Fp8Products(fuse, keeps_weights=keeps_weights) if precision == "fp8" else AS_THEY_ARE
 
 
 def multiply_by(model: nn.Module, products: Products) -> None:
-    """Gives ``products`` to attention's projections, feed-forward layers and experts.
+    """Sets how attention's projections, feed-forward layers and experts multiply to ``products``.
 
-    Not to the head, the routers, gates of one channel and gates of a head each: their products are few, and their
-    rounding tells most.
+    The head, the routers, and projections to one gate in all or one for each head are left out: their products are few,
+    and rounding matters most in them.
     """
     for module in model.modules():
         if isinstance(module, Experts) or (isinstance(module, Linear) and module.stated["weight"].takes_8_bits):

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotating the two halves of a head as Llama does.
 
-Shape letters: B batch, S sequence, H heads, C channels of a head, R those of them that turn.
+Shape letters: B batch, S sequence, H heads, C channels of a head, R those of them that are rotated.
 """
 
 import math
@@ -24,17 +24,17 @@ from modeling.rope_scaling import (
 
 @dataclass(frozen=True)
 class Rotary:
-    """By what angle each pair of a head's channels turns from one position to the next."""
+    """The angles by which each pair of a head's channels is rotated from one position to the next."""
 
-    dim: int  # channels that turn, even
+    dim: int  # channels that are rotated, even
     theta: float  # base of the frequencies
     scaling: RopeScaling | None = None
 
     def tables(self, positions_BS: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines of each position's angles: two fp32 tensors (B, S, R/2).
 
-        ``bound``: all positions are below it. Where it is not known, or goes beyond the length first trained on, a
-        scaling that goes by the pass's length looks for the largest position, for which a CUDA device's host waits.
+        ``bound``: all positions are below it. Where it is None, or above the original length, a scaling that depends on
+        the length of the pass looks up the largest position, for which a CUDA device's host waits.
         """
         length = None
         if isinstance(self.scaling, DynamicScaling | LongRopeScaling):
@@ -47,7 +47,10 @@ class Rotary:
         return angles_BSR.cos() * factor, angles_BSR.sin() * factor
 
     def frequencies(self, device: torch.device, length: int | None = None) -> Tensor:
-        """Radians of each pair from one position to the next: fp32 (R/2,). ``length``: positions of the pass."""
+        """Each pair's angle from one position to the next, in radians: fp32 (R/2,).
+
+        ``length``: positions of the pass.
+        """
         exponents_R = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         plain_R = 1.0 / self.theta**exponents_R
         match self.scaling:
@@ -63,21 +66,21 @@ class Rotary:
                 return mixed(plain_R, scaling.factor, self.yarn_kept(plain_R, scaling))
             case LongRopeScaling() as scaling:
                 factors = scaling.long_factor if (length or 1) > scaling.original_seq_len else scaling.short_factor
-                # Filled in on the device, whose host would wait for a copy.
+                # Filled in on the device: copying them there would make the host wait.
                 factors_R = torch.stack([plain_R.new_full((), each) for each in factors[: self.dim // 2]])
                 return 1.0 / (factors_R * self.theta**exponents_R)
             case _:
                 assert_never(self.scaling)
 
     def dynamic_growth(self, scaling: DynamicScaling, length: int) -> float:
-        """By what the base is multiplied; 1 up to the original length."""
+        """The factor of the base in a pass of ``length`` positions; 1 up to the original length."""
         ratio = max(1.0, length / scaling.original_seq_len)
         return (scaling.factor * ratio - scaling.factor + 1) ** (self.dim / max(1, self.dim - 2))
 
     def yarn_kept(self, plain_R: Tensor, scaling: YarnScaling) -> Tensor:
         """How much of each frequency is kept: a ramp over the channels between those of beta_fast and beta_slow."""
 
-        def channel(turns: float) -> float:  # at which a pair makes so many turns in the original sequence
+        def channel(turns: float) -> float:  # where a pair makes this many turns in the original sequence
             ratio = scaling.original_seq_len / (turns * 2 * math.pi)
             return self.dim * math.log(ratio) / (2 * math.log(self.theta))
 
@@ -86,7 +89,7 @@ class Rotary:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         if low == high:
-            high += 0.001  # as transformers has it
+            high += 0.001  # as in transformers
         channels_R = torch.arange(len(plain_R), dtype=torch.float32, device=plain_R.device)
         return 1 - ((channels_R - low) / (high - low)).clamp(0, 1)
 
@@ -97,14 +100,14 @@ def mixed(plain_R: Tensor, factor: float, kept_R: Tensor) -> Tensor:
 
 
 def llama3_kept(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """How much of each frequency is kept: a ramp over the turns that it makes in the original sequence."""
+    """How much of each frequency is kept, from 0 to 1: a ramp over its number of turns in the original sequence."""
     turns_R = scaling.original_seq_len * plain_R / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns_R - low) / (high - low)).clamp(0, 1)
 
 
 def cosine_factor(scaling: YarnScaling | LongRopeScaling) -> float:
-    """What cosines and sines are multiplied by, and so the scores of the channels that turn by its square."""
+    """The factor of cosines and sines, whose square multiplies the scores of the channels that are rotated."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if isinstance(scaling, LongRopeScaling):
@@ -116,14 +119,17 @@ def cosine_factor(scaling: YarnScaling | LongRopeScaling) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What DeepSeek's latent attention multiplies all scores by."""
+    """The factor by which DeepSeek's latent attention multiplies all scores; 1 for other scalings than its YaRN."""
     if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
         return 1.0
     return mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's growth of the scores' scale with the length (section 3.4, eq. 22)."""
+    """YaRN's factor for attention at sequences ``factor`` times as long (section 3.4, eq.
+
+    22), ``weight`` from DeepSeek.
+    """
     return 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -131,7 +137,7 @@ def mscale(factor: float, weight: float) -> float:
 @linear
 @in_parts
 def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-    """``heads_BSHC`` with channel pairs (c, c + R/2) of the first R turned by their position's angle."""
+    """``heads_BSHC`` with the channel pairs (c, c + R/2) of the first R channels rotated by their position's angles."""
     cos, sin = (table[:, :, None, :].to(heads_BSHC.dtype) for table in (cos_BSR, sin_BSR))
     n_turning = 2 * cos.shape[-1]
     first, second = heads_BSHC[..., :n_turning].chunk(2, dim=-1)

@@ -58,8 +58,8 @@ class YarnScaling:
 class DynamicScaling:
     """Dynamic NTK: a base that grows with a sequence's length beyond the original one, where nothing changes.
 
-    As transformers computes it (bloc97 and emozilla, 2023): of a pass that sees positions up to N - 1, the base is
-    multiplied by (factor N / original_seq_len - factor + 1) ** (R / (R - 2)), R the channels that turn.
+    As in transformers (bloc97 and emozilla, 2023): in a pass over positions up to N - 1, the base is multiplied by
+    (factor N / original_seq_len - factor + 1) ** (R / (R - 2)), where R channels of a head are rotated.
     """
 
     name: Literal["dynamic"] = "dynamic"
@@ -71,8 +71,8 @@ class DynamicScaling:
 class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair of channels, and attention is sharper.
 
-    As transformers computes it: in a pass that sees positions up to N - 1, all frequencies are divided by
-    ``short_factor``, or where N is above ``original_seq_len`` by ``long_factor``.
+    As in transformers: in a pass over positions up to N - 1, all frequencies are divided by ``short_factor``, or by
+    ``long_factor`` where N is above ``original_seq_len``.
     """
 
     name: Literal["longrope"] = "longrope"
@@ -89,7 +89,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | Lon
 
 
 def rope_scaling_problems(scaling: RopeScaling | None, rope_dim: int, rope_theta: float) -> Iterator[str]:
-    """One line for each rule that is broken, in a model of whose heads ``rope_dim`` channels turn."""
+    """One message for each broken rule, in a model that rotates ``rope_dim`` channels of a head."""
     match scaling:
         case Llama3Scaling(low_freq_factor=low, high_freq_factor=high) if high <= low:
             yield (
@@ -119,7 +119,7 @@ def rope_scaling_problems(scaling: RopeScaling | None, rope_dim: int, rope_theta
 
 
 def long_rope_problems(scaling: LongRopeScaling, n_pairs: int) -> Iterator[str]:
-    """One line for each list of factors that has not one for each pair of channels, and for a length amiss."""
+    """One message for each list of factors that does not have one for each pair of channels, and for a bad length."""
     for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
         if len(factors) != n_pairs:
             yield (
