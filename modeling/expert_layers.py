@@ -17,7 +17,7 @@ def has_experts(moe: MoEConfig, layer: int) -> bool:
 
 
 def would_have_experts(moe: MoEConfig, layer: int) -> bool:
-    """Whether it would, were no layer listed."""
+    """Whether layer ``layer`` (from 0) would have experts if ``dense_layers`` were empty."""
     return layer >= moe.n_dense_layers and (layer + 1) % max(1, moe.every_n_layers) == 0
 
 
@@ -29,9 +29,10 @@ def count_with_experts(moe: MoEConfig, n_layers: int) -> int:
 
 
 def told_once(moe: MoEConfig, n_layers: int) -> MoEConfig:
-    """The same layers with experts, and each layer without told by one field alone, the leading ones by their number.
+    """An equivalent ``moe`` in which each layer without experts follows from one field only.
 
-    So a file's list of layers without experts becomes the fields of ours.
+    Leading layers without experts are counted by ``n_dense_layers``; ``dense_layers`` lists only later ones. This turns
+    a published file's list of layers without experts into Roundtable's fields.
     """
     step = max(1, moe.every_n_layers)
     if step > n_layers:
@@ -45,13 +46,13 @@ def told_once(moe: MoEConfig, n_layers: int) -> MoEConfig:
 
 
 def from_first_listed(moe: MoEConfig, n_layers: int) -> tuple[int, ...]:
-    """The layers that ``dense_layers`` lists where those with experts end before the first of them."""
+    """The ``dense_layers`` that would leave no layer with experts from the first listed one on."""
     behind = range(min(moe.dense_layers, default=n_layers), n_layers)
     return tuple(layer for layer in behind if would_have_experts(moe, layer))
 
 
 def expert_layer_problems(moe: MoEConfig, n_layers: int) -> Iterator[str]:
-    """One line for each field that names layers that there are not, or that have no experts anyway."""
+    """One message for each field that names layers which do not exist, or which have no experts anyway."""
     step, n_dense = moe.every_n_layers, moe.n_dense_layers
     if min(step, n_layers) < 1:
         return

@@ -1,4 +1,4 @@
-"""Which of a model's modules have chains of elementwise work, and how these are computed from now on."""
+"""Sets how a model's modules compute their chains of elementwise operations: plainly, or compiled."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from modeling.router import Router
 
 
 def fuse_chains(model: nn.Module, fuse: Fuse) -> None:
-    """Has the model's chains of elementwise work computed by ``fuse``; what ends in a router's choice stays plain."""
+    """Has ``fuse`` compute the model's elementwise chains. Router scores, which decide choices, stay as they are."""
     for module in model.modules():
         if isinstance(module, Norm | GatedNorm | Mixer | FeedForward | Experts | MoE | Head):
             module.fuse = fuse

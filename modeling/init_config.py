@@ -1,7 +1,7 @@
-"""The ways in which first weights can be drawn: plain values, no torch. modeling.init has each one's formula.
+"""The ways in which initial weights can be drawn: plain values, no torch. modeling.init has each one's formula.
 
-A config's ``init_std`` goes with them: it is the deviation of everything that Xavier and He say nothing of (tables of
-which rows are looked up, and vectors), and of all that is drawn by the other three.
+The config's ``init_std`` goes with them: it is the standard deviation of all that normal, depth_scaled and mup draw
+(before their own factors). Under xavier and he it is that of embeddings and vectors, which these two do not define.
 """
 
 from dataclasses import dataclass, field
@@ -48,8 +48,9 @@ class HeInit:
 class MupInit:
     """The maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 3), from a base model on.
 
-    The base model is this one, narrower: as deep, with as wide heads, fewer of them. There it is DepthScaledInit, with
-    init_std and the learning rate as they are given. modeling.mup says what follows for a wider one.
+    The base model is this one, but narrower: as deep, with heads as wide but fewer of them. At its width nothing
+    differs from DepthScaledInit, and init_std and the learning rate hold as they are given; modeling.mup has what
+    follows for a wider model.
     """
 
     name: Literal["mup"] = "mup"
@@ -60,7 +61,7 @@ class MupInit:
     base_expert_d_ff: Width | None = field(default=None, metadata={"usual": 256})
 
     def ratio(self, d_model: int) -> float:
-        """How many times as wide a model is as the base model."""
+        """The width of a model over the base model's."""
         return d_model / self.base_d_model
 
 

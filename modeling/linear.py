@@ -1,4 +1,4 @@
-"""A matrix product whose weight has named dims, and biases."""
+"""A linear layer whose weight has named dims, and a bias that stands alone."""
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,12 @@ from modeling.kernels.products import AS_THEY_ARE, Products
 
 
 class Linear(nn.Module):
-    """``inputs @ weight.T + bias``. ``products`` is the seam at which another precision enters."""
+    """``inputs @ weight.T + bias``. ``products`` sets how the product is computed, such as in fp8."""
 
     def __init__(
         self, n_out: int, n_in: int, dims: tuple[Dim, Dim], *, bias: bool = False, is_residual: bool = False
     ) -> None:
-        """``dims`` are (out, in); ``is_residual``: the output is added to the residual stream."""
+        """``dims`` are (out, in). ``is_residual`` says that the output is added to the residual stream."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_out)) if bias else None
@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 class Bias(nn.Module):
-    """A bias of its own, for a matrix product that is the sum over several ranks: it is added to the sum, once."""
+    """A bias as a module of its own, for a product that is summed over several ranks: it is added once, to the sum."""
 
     def __init__(self, size: int, dim: Dim) -> None:
         super().__init__()

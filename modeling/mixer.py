@@ -1,4 +1,4 @@
-"""What the two kinds of attention have in common for the rest of the house.
+"""The base class of softmax attention and linear attention: the half of a layer that mixes tokens.
 
 Shape letters: B batch, S sequence, D d_model.
 """
@@ -12,9 +12,9 @@ from modeling.positions import ALL_POSITIONS, Positions
 
 
 class Mixer(nn.Module):
-    """The first half of a layer, in which tokens of a document learn of those before them.
+    """The first half of a layer, in which tokens take in information from earlier tokens of their document.
 
-    ``positions`` is tensor parallelism's seam, ``fuse`` that of chains of elementwise work.
+    Tensor parallelism enters through ``positions``; ``fuse`` says how elementwise chains are computed.
     """
 
     fuse: Fuse
@@ -27,5 +27,8 @@ class Mixer(nn.Module):
         self.positions = ALL_POSITIONS
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """What the half puts out (B, S, D). With a cache, ``hidden_BSD`` continues the sequences that it holds."""
+        """The output of this half (B, S, D).
+
+        With a cache, ``hidden_BSD`` are new tokens that continue the cached sequences.
+        """
         raise NotImplementedError

@@ -75,8 +75,8 @@ class Sender(nn.Module):
 class Experts(nn.Module):
     """The experts' weights, stacked. ``products`` sets how they are multiplied by, such as in fp8.
 
-    ``kept_share`` is the share of intermediate values that are kept for the backward pass rather than recomputed
-    (modeling.kernels.experts.Ways).
+    ``kept_share`` is the share of rows whose gate and up projections are kept for the backward pass rather than
+    recomputed (modeling.kernels.experts.Ways).
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class Experts(nn.Module):
         self.kept_share = 1.0
 
     def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts, *, is_last: bool = True) -> Tensor:
-        """Each token's weighted sum of its experts' outputs (T, D), from what a Sender gave.
+        """Each token's weighted sum of its experts' outputs (T, D), from what a ``Sender`` returned.
 
-        ``is_last``: the layer keeps nothing for its backward pass behind them, so that with a share of 0 a second run
-        ends before they are computed. Else it would compute them, and they keep all that it makes.
+        ``is_last`` says that the layer saves nothing after this for its backward pass. Then with a ``kept_share`` of 0,
+        recomputation of the layer can stop before the experts. Otherwise it would compute them again, so all of their
+        rows are kept.
         """
         biases = ExpertBiases(self.gate_bias, self.up_bias, self.down_bias) if self.expert_bias else None
         matrices = (self.gate, self.up, self.down)
@@ -124,11 +125,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, shared expert, and the auxiliary losses' gradients.
+    """An MoE layer: router, experts, shared experts, and the auxiliary losses' gradients.
 
-    ``add_sequence_sums`` is the seam for ranks that share sequences: it turns this rank's sums over its part of each
-    sequence into those over the whole. ``shared_early``: the shared expert is computed while tokens are on their way to
-    theirs; then ``sum_shared`` makes its output, at the end of the layer, of the summands that ranks of tp have.
+    ``add_sequence_sums`` turns this rank's sums over its part of each sequence into those over the whole sequence,
+    where ranks share sequences. With ``shared_early`` the shared experts are computed while tokens are in transit to
+    their experts; then ``sum_shared`` adds up the ranks' parts of their output under tp, at the end of the layer.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class MoE(nn.Module):
             self.shared_early = True
 
     def add_auxiliary_losses(self, routing: Routing, counts_E: Tensor, context: Context) -> tuple[Tensor, RoutingStats]:
-        """The routing weights, carrying the gradients of the balance loss and the z-loss; and the statistics."""
+        """The routing weights, which now carry the gradients of balance loss and z-loss; and the layer's statistics."""
         indices_TK, weights_TK, logits_TE, affinity_TE = routing
         balance = self.sequence_losses(affinity_TE, indices_TK, context).sum()
         logits_TE = logits_TE if self.z_loss else logits_TE.detach()

@@ -49,7 +49,7 @@ Balance = SequenceAuxBalance | BiasBalance | NoBalance
 class MoEConfig:
     """The mixture-of-experts feed-forward layers. Routing is dropless: every token reaches its top_k experts.
 
-    ``d_ff`` is one expert's width; the shared experts together form one SwiGLU of width ``shared_width``.
+    ``d_ff`` is one expert's width; the shared experts together form one feed-forward layer of width ``shared_width``.
     """
 
     noun: ClassVar[str] = "experts"  # what a model with this section has, in messages
@@ -93,10 +93,10 @@ class MoEConfig:
 
     @property
     def balance_coefficient(self) -> float:
-        """Factor of the balance loss; 0 where balance is kept otherwise.
+        """The factor of the balance loss; 0 under other balancing rules.
 
-        And where each token goes to all experts: the loss is 1 then, whatever the router does, and its gradient is but
-        its rounding.
+        It is also 0 where each token goes to all experts: then the loss is 1 whatever the router does, and its gradient
+        would be rounding error.
         """
         match self.balance:
             case SequenceAuxBalance(coefficient=coefficient):
@@ -108,11 +108,11 @@ class MoEConfig:
 
     @property
     def choosable(self) -> int:
-        """Among how many experts a token's top_k are chosen by their own scores."""
+        """The number of experts in the groups that a token's top_k experts are chosen from."""
         return self.n_experts // self.n_groups * self.top_k_groups
 
     def problems(self) -> Iterator[str]:
-        """One line for each rule between the fields that is broken."""
+        """One message for each broken rule between the fields."""
         experts, groups, kept = self.n_experts, self.n_groups, self.top_k_groups
         if min(self.top_k, experts, groups, kept) < 1:
             return

@@ -18,20 +18,23 @@ from modeling.transfer import to_device
 
 @dataclass
 class Ahead:
-    """What the module of one depth k is given besides hidden states; as many as there are modules, in order."""
+    """What the prediction module of one depth k is given besides hidden states."""
 
     tokens_BS: Tensor  # int64, each position's k-th following token of its document; 0 where the sample has none
-    targets_BS: Tensor  # int64, the one after it; IGNORE where the sample has none
-    scale: float  # what one target's loss weighs in the total that is differentiated
+    targets_BS: Tensor  # int64, the token after that one; IGNORE where the sample has none
+    scale: float  # the weight of one target's loss in the total that is differentiated
 
     def to(self, device: torch.device) -> "Ahead":
-        """This, which lies on the CPU, on the device."""
+        """A copy of this, which lies on the CPU, on the device."""
         tokens_BS, targets_BS = (to_device(each, device) for each in (self.tokens_BS, self.targets_BS))
         return Ahead(tokens_BS, targets_BS, self.scale)
 
 
 class PredictionModule(nn.Module):
-    """What enters one module's decoder layer, and the norm after it. The layer itself lies among the model's layers."""
+    """The modules around one decoder layer of multi-token prediction: its input projection, and the norm after it.
+
+    The decoder layer itself is one of ``Decoder.layers``.
+    """
 
     def __init__(self, embed_norm: Norm, hidden_norm: Norm, project: Linear, final_norm: Norm) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class PredictionModule(nn.Module):
 
 
 def build_prediction_modules(config: ModelConfig) -> dict[int, PredictionModule]:
-    """The modules, each by the number of its layer; none where the model predicts the next token alone."""
+    """The prediction modules by the number of their decoder layer; none in a model without multi-token prediction."""
     width = config.d_model
     return {
         layer: PredictionModule(
@@ -60,11 +63,12 @@ def build_prediction_modules(config: ModelConfig) -> dict[int, PredictionModule]
 
 
 def following(next_BS: Tensor, depth: int, targets_BS: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each depth k from 1: the k-th following token of each position, and as target the one after it.
+    """Yields, for each depth k from 1, each position's k-th following token and, as its target, the token after that.
 
-    Each int64 (B, S). ``next_BS`` are the first following tokens, of whole sequences in their natural order: IGNORE
-    where a document, or the sample, has no token left. So are the targets here; the tokens, which are looked up, are 0
-    there. ``targets_BS``: ``next_BS`` with IGNORE where a token is no target; None: all are targets.
+    Both are int64 (B, S). ``next_BS`` are the first following tokens of whole sequences in their natural order, IGNORE
+    where a document, or the sample, has no token left. There the yielded targets are IGNORE too, while the tokens are
+    0, so that they can be embedded. ``targets_BS`` is ``next_BS`` with IGNORE where a token is not trained on; None:
+    all are.
     """
     nearer_BS = next_BS
     for _ in range(depth):
@@ -75,6 +79,6 @@ def following(next_BS: Tensor, depth: int, targets_BS: Tensor | None = None) -> 
 
 
 def _shifted(each_BS: Tensor, next_BS: Tensor) -> Tensor:
-    """What the following position has, where that belongs to the same document."""
+    """Each position's value at the following position; IGNORE where that belongs to another document."""
     end_B1 = torch.full_like(each_BS[:, :1], IGNORE)
     return torch.cat([each_BS[:, 1:], end_B1], dim=1).where(next_BS != IGNORE, IGNORE)

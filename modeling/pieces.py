@@ -1,7 +1,7 @@
-"""Packed documents cut into pieces, each some queries of a document and the keys that they can see.
+"""Packed documents cut into pieces: some queries of a document, and the keys that they can see.
 
-Attention that goes piece by piece costs what its documents cost: the square of each one's length, or its length times
-the window, instead of the whole row's square. Shape letters: B batch, S sequence, Q queries, K keys.
+Attention computed piece by piece costs in proportion to each document's length squared, or to its length times the
+window, instead of to the whole row's length squared. Shape letters: B batch, S sequence, Q queries, K keys.
 """
 
 from bisect import bisect_right

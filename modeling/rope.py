@@ -78,7 +78,7 @@ class Rotary:
         return (scaling.factor * ratio - scaling.factor + 1) ** (self.dim / max(1, self.dim - 2))
 
     def yarn_kept(self, plain_R: Tensor, scaling: YarnScaling) -> Tensor:
-        """How much of each frequency is kept: a ramp over the channels between those of beta_fast and beta_slow."""
+        """How much of each frequency is kept, from 0 to 1: a ramp between the channels of beta_fast and beta_slow."""
 
         def channel(turns: float) -> float:  # where a pair makes this many turns in the original sequence
             ratio = scaling.original_seq_len / (turns * 2 * math.pi)
@@ -95,7 +95,7 @@ class Rotary:
 
 
 def mixed(plain_R: Tensor, factor: float, kept_R: Tensor) -> Tensor:
-    """Between the frequencies divided by ``factor``, where ``kept_R`` is 0, and themselves, where it is 1."""
+    """The frequencies as they are where ``kept_R`` is 1, divided by ``factor`` where it is 0, linear in between."""
     return plain_R / factor * (1 - kept_R) + plain_R * kept_R
 
 

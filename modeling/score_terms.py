@@ -1,4 +1,4 @@
-"""What is done to attention's scores besides queries times keys: a slope, a trained bias, a cap, sinks, dropout.
+"""What attention does to scores besides queries times keys: slopes, trained biases, a cap, sinks and dropout.
 
 Shape letters: B batch, Q queries, S keys, H heads, N buckets of distances.
 """
@@ -20,8 +20,8 @@ STEEPEST = 8.0  # the steepest slope of n heads (a power of two) is 2 ** (-STEEP
 class Alibi:
     """ALiBi (Press et al. 2022, arXiv:2108.12409): a score falls by its head's slope for each token of distance.
 
-    The slopes are no weights: they follow from the number of the model's heads, ``n_heads``. ``heads`` are those of
-    them whose slopes are meant; a rank that has a part of the heads takes those ``of_part``.
+    The slopes are not trained: they follow from the number of the model's heads, ``n_heads``. ``heads`` are the heads
+    whose slopes are meant; a rank that holds a part of them takes the slopes ``of_part``.
     """
 
     n_heads: int
@@ -33,13 +33,14 @@ class Alibi:
         return Alibi(self.n_heads, self.heads[rank * size : (rank + 1) * size])
 
     def slopes(self, device: torch.device) -> Tensor:
-        """By how much a score falls from one token to the one before it: fp32 (H,).
+        """How much each head's scores fall from one token to the one before it: fp32 (H,).
 
-        Each is the one before times the same factor. Where ``n_heads`` is no power of two, those beyond the
-        largest power below it take every other slope of twice as many heads (the authors' code, as in Bloom).
+        The slopes are a geometric series. Where ``n_heads`` is not a power of two, the heads beyond the largest power
+        below it take every other slope of the series for twice that power (the authors' code, as in Bloom).
         """
         power = 2 ** int(math.log2(self.n_heads))
-        # Made on the device, whose host would wait for a copy; in fp64, so that fp32's bits depend on the head alone.
+        # Made on the device, since a copy would make the host wait; in fp64, so that the fp32 bits depend on the head
+        # alone.
         head_H = torch.arange(self.heads.start, self.heads.stop, device=device, dtype=torch.float64)
         places_H = torch.where(head_H < power, head_H + 1, head_H - power + 0.5)
         return torch.exp2(places_H * (-STEEPEST / power)).float()
@@ -53,17 +54,22 @@ class Alibi:
 
 @dataclass(frozen=True)
 class Buckets:
-    """T5's buckets of distances (Raffel et al. 2020, arXiv:1910.10683, section 2.1), for tokens that look back alone.
+    """T5's buckets of distances (Raffel et al.
 
-    The first half of ``count`` have a distance each; the others grow with its logarithm up to ``max_distance``, from
-    where on all distances share the last one.
+    2020, arXiv:1910.10683, section 2.1), for attention to earlier tokens only.
+
+    The first half of the ``count`` buckets are for one distance each. The others widen with the logarithm of the
+    distance up to ``max_distance``; all distances from there on share the last one.
     """
 
     count: int
     max_distance: int
 
     def of(self, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """The bucket of each query's distance to each key: int64 (B, Q, S); of keys after the query, the first."""
+        """The bucket of each query's distance to each key: int64 (B, Q, S).
+
+        Keys after the query have the first bucket.
+        """
         distance_BQS = (query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]).clamp(min=0)
         n_exact = self.count // 2
         growth_BQS = torch.log(distance_BQS.clamp(min=1).float() / n_exact) / math.log(self.max_distance / n_exact)
@@ -78,10 +84,10 @@ def biased(mask_BQS: Tensor | None, bias_HN: Tensor, buckets_BQS: Tensor) -> Ten
 
 
 def bucket_sums(dscores_BHQS: Tensor, buckets_BQS: Tensor, count: int) -> Tensor:
-    """The bias's gradient, fp64 (H, N): each head's gradients by its scores, summed over each bucket's pairs.
+    """The bias's gradient, fp64 (H, N): each head's gradients by its scores, summed over the pairs in each bucket.
 
-    Each query's pairs are summed first. ``scatter_add_`` has a kernel of a fixed order on GPUs, which
-    ``torch.bincount`` has not; that kernel adds what meets in one place one after the other, so places are to be many.
+    Sums are made for each query first: ``scatter_add_`` is deterministic on GPUs (``torch.bincount`` is not), but adds
+    the values of one place one after another, so it is fast only with many places.
     """
 
     def of_head(dscores_BQS: Tensor) -> Tensor:
@@ -92,40 +98,44 @@ def bucket_sums(dscores_BHQS: Tensor, buckets_BQS: Tensor, count: int) -> Tensor
 
 
 class ScoreTerms(NamedTuple):
-    """What attention does to the scores of each head that it computes; None: nothing.
+    """What attention does to the scores of the heads that it computes. A field that is None does nothing.
 
-    They are capped first (Gemma 2, arXiv:2408.00118, section 2: ``cap`` times the tanh of the score over it), then what
-    is added is added, then a sink joins. Of the softmax's weights some are dropped, as Vaswani et al. 2017 have it; its
-    normalizer is that of all.
+    Scores are first capped: ``cap`` times the tanh of the score over it (Gemma 2, arXiv:2408.00118, section 2). Then
+    slopes or biases are added, and a sink joins the softmax. Dropout acts on the softmax's weights (Vaswani et al.
+    2017), whose normalizer still includes the dropped ones.
     """
 
     alibi: Alibi | None = None
     sinks_H: Tensor | None = None  # fp32, a logit that joins each query's softmax and carries no value
-    bias_HN: Tensor | None = None  # fp32, trained; added by the bucket of the distance
-    buckets: Buckets | None = None  # those that ``bias_HN`` is for
+    bias_HN: Tensor | None = None  # fp32, trained; added according to the bucket of the distance
+    buckets: Buckets | None = None  # the buckets of ``bias_HN``
     cap: float | None = None
     dropout: ScoreDropout | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are left as they are."""
+        """Whether nothing is done to scores and weights."""
         return self.alibi is None and self.sinks_H is None and not self.needs_formula
 
     @property
     def needs_formula(self) -> bool:
-        """Whether the scores' own gradients are needed, which no fused kernel tells, or weights are dropped."""
+        """Whether attention must be computed by the plain formula instead of a fused kernel.
+
+        Fused kernels do not return the scores' gradients, which a bias and a cap need, and do not drop weights by these
+        masks.
+        """
         return self.bias_HN is not None or self.cap is not None or self.dropout is not None
 
     def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """``mask_BQS``, or what stands for it in scores that fall with the distance (``Alibi.mask``)."""
+        """``mask_BQS``, or under ALiBi the fp32 mask with slopes that takes its place (``Alibi.mask``)."""
         return mask_BQS if self.alibi is None else self.alibi.mask(mask_BQS, query_positions_BQ, key_positions_BS)
 
     def buckets_of(self, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor | None:
-        """Where there is a bias, the bucket of each pair (``Buckets.of``)."""
+        """The bucket of each query's distance to each key (``Buckets.of``); None where there is no bias."""
         return None if self.buckets is None else self.buckets.of(query_positions_BQ, key_positions_BS)
 
     def factors(self, places_Q: Tensor, first_key: int, n_keys: int) -> Tensor | None:
-        """Where weights are dropped, what each is multiplied by (``ScoreDropout.factors``)."""
+        """The factor of each weight under dropout (``ScoreDropout.factors``); None where no weights are dropped."""
         return None if self.dropout is None else self.dropout.factors(places_Q, first_key, n_keys)
 
 
@@ -133,9 +143,9 @@ NO_TERMS = ScoreTerms()
 
 
 class Sinks(nn.Module):
-    """A trained logit for each head, into which a query's attention can flow instead of into a key.
+    """A trained logit for each head that joins each query's softmax, so that attention can go to no key at all.
 
-    As in gpt-oss (arXiv:2508.10925, section 2.2); Xiao et al. 2023 (arXiv:2309.17453) say what it is good for.
+    As in gpt-oss (arXiv:2508.10925, section 2.2); Xiao et al. 2023 (arXiv:2309.17453) explain why that helps.
     """
 
     def __init__(self, n_heads: int) -> None:
@@ -144,7 +154,7 @@ class Sinks(nn.Module):
         self.stated = {"weight": Weight(("per_head",))}
 
     def forward(self) -> Tensor:
-        """sinks_H, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        """sinks_H, fp32: a copy, since under ZeRO 3 the weight itself is whole only during this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
@@ -157,5 +167,5 @@ class DistanceBias(nn.Module):
         self.stated = {"weight": Weight(("per_head", "buckets"), is_table=True)}
 
     def forward(self) -> Tensor:
-        """bias_HN, fp32: a copy, since under ZeRO 3 the weight itself is there during this call alone."""
+        """bias_HN, fp32: a copy, since under ZeRO 3 the weight itself is whole only during this call."""
         return self.weight.to(torch.float32, copy=True)
