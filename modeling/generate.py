@@ -1,4 +1,4 @@
-"""Text generation, one token at a time, with the keys and values of what was seen.
+"""Text generation, one token at a time, with a cache of the keys and values of earlier tokens.
 
 Shape letters: B batch, S sequence, V vocab_size.
 """
@@ -25,7 +25,7 @@ def generate(
     eos_id: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The prompts with what follows them: int64 (B, S + n). Arguments as ``new_tokens`` has them."""
+    """The prompts with the generated tokens appended: int64 (B, S + n). The arguments are those of ``new_tokens``."""
     new = new_tokens(
         model, tokens_BS, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos_id=eos_id, seed=seed
     )
@@ -78,12 +78,12 @@ def new_tokens(
 
 
 def is_stale(cache: KVCache, n_new: int, cached_up_to: int | None) -> bool:
-    """Whether ``n_new`` more tokens make the sequences so long that the cached ones turn otherwise."""
+    """Whether with ``n_new`` more tokens the sequences are so long that cached keys are no longer valid (LongRoPE)."""
     return cached_up_to is not None and cache.length <= cached_up_to < cache.length + n_new
 
 
 def next_logits(model: Decoder, tokens_BS: Tensor, cache: KVCache) -> Tensor:
-    """fp32 logits (B, V) after the last of ``tokens_BS``, which continue the sequences in ``cache``."""
+    """The fp32 logits (B, V) after the last of ``tokens_BS``, which continue the sequences in ``cache``."""
     positions_S = torch.arange(cache.length, cache.length + tokens_BS.shape[1], device=tokens_BS.device)
     context = Context(positions_S.expand_as(tokens_BS), torch.zeros_like(tokens_BS))
     logits_BSV = model(tokens_BS, context, cache=cache).logits_BSV
@@ -94,7 +94,7 @@ def next_logits(model: Decoder, tokens_BS: Tensor, cache: KVCache) -> Tensor:
 def choose(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """One token for each row of logits (B,)."""
+    """One token for each row of logits: int64 (B,)."""
     if temperature == 0.0:
         return logits_BV.argmax(-1)
     device = logits_BV.device

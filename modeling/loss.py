@@ -1,4 +1,4 @@
-"""Token cross-entropy without the full logits: the vocabulary head and the loss, chunk by chunk.
+"""The vocabulary head and the token cross-entropy, chunk by chunk, without all logits in memory at once.
 
 Shape letters: T tokens, D d_model, V vocab_size.
 """
@@ -15,33 +15,34 @@ from modeling.kernels.by_rows import pieces
 from modeling.kernels.fuse import Fuse, plainly
 
 IGNORE = -100  # a target that does not count
-# Logits that exist at once, in 16 bits on a CPU (64 MiB; half as many in 32); 3 GiB on CUDA, where each has 12 bytes
-# with what is made of it. There 2048 tokens of a vocabulary of 131072 fill the products, and the weight's gradient
-# (fp32, read and written once a chunk) is passed over 4 times in 8192 tokens, where 2^24 took 64 passes; more logits
-# would save little.
+# Logits that exist at once: 64 MiB on a CPU in 16 bits (half as many logits in 32); 3 GiB on CUDA, where each logit
+# takes 12 bytes with its intermediate values. There 2048 tokens of a vocabulary of 131072 make the products large
+# enough, and the weight's gradient (fp32, read and written once a chunk) is passed over 4 times in 8192 tokens, where
+# 2^24 logits took 64 passes; more logits would save little.
 CPU_CHUNK_LOGITS = 1 << 25
 CUDA_CHUNK_LOGITS = 1 << 28
-# On a CPU no more tokens than this in 16 bits, and half of it in 32: the products gain nothing by more, and logits take
-# memory (docs/speed.md).
+# On a CPU a chunk has at most this many tokens in 16 bits, half as many in 32: larger products are no faster, and
+# logits take memory (docs/speed.md).
 CPU_CHUNK_TOKENS = 512
-# On a CPU what is made of a product's numbers is made of so many at once (1 MiB in fp32), which stay in a core's own
-# cache: a softmax of 512 x 16384 logits took 5 ms by pieces of 16 tokens and 20 by 256 (AMX, one thread, 2026-11-23).
+# On a CPU elementwise work after a product takes this many elements at a time (1 MiB in fp32), which stay in a core's
+# own cache: a softmax of 512 x 16384 logits took 5 ms in pieces of 16 tokens and 20 in pieces of 256 (AMX, one thread,
+# 2026-11-23).
 CPU_CACHED = 1 << 18
 
 
-# (logits_TV, targets_T, wants_gradient) -> each target's cross-entropy and z-loss (its logits' logsumexp, squared),
-# both zero where it does not count; and what is trained, the sum of both, the z-losses times their coefficient,
-# differentiated by the logits, or None. The logits, in the hidden states' dtype, may be overwritten: the gradient may
-# take their place.
+# (logits_TV, targets_T, wants_gradient) -> each target's cross-entropy, each target's z-loss (its logits' logsumexp,
+# squared), and a gradient or None. Both losses are zero where a target is IGNORE. The gradient, by the logits, is that
+# of the trained total: cross-entropies plus coefficient times z-losses. The logits, in the hidden states' dtype, may be
+# overwritten by it.
 Losses = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class ChunkedCrossEntropy(Function):
     """(hidden_TD, weight_VD, targets_T, chunk_logits, losses, fuse) -> the sums of cross-entropies and z-losses.
 
-    Both are fp64 scalars; the first one's gradient is that of all that is trained, the second has none. ``losses``
-    turns one chunk's logits into losses. Gradients are computed with the logits still at hand, so the backward pass
-    only scales them. The weight's gradient is summed over chunks in fp32.
+    Both are fp64 scalars. The first one's gradient is that of the trained total, z-losses included; the second one has
+    none. ``losses`` turns one chunk's logits into losses. Gradients are computed in the forward pass, while the logits
+    are at hand, and the backward pass only scales them. The weight's gradient is summed over chunks in fp32.
     """
 
     @staticmethod
@@ -96,11 +97,11 @@ class ChunkedCrossEntropy(Function):
 
 
 class WeightGradient:
-    """Sums each chunk's product grad_VT @ hidden_TD in ``sum_VD`` (fp32, of any values; None: no gradient is needed).
+    """Sums each chunk's product grad_VT @ hidden_TD in ``sum_VD`` (fp32, uninitialized; None: no gradient is needed).
 
-    On a CPU the products of 16 bits take one tensor in turn, and are widened piece by piece: a new tensor of the
-    weight's size costs more for its pages than the product itself. All others are added as they are made, in fp32: a
-    GPU's sums of products of 16 bits are fp32 anyway, and rounded to 16 bits they would be written and read once more.
+    On a CPU all 16-bit products reuse one tensor, and are widened piece by piece: a new tensor of the weight's size
+    costs more for its pages than the product itself. All other products are added in fp32 as they are made: a GPU sums
+    products of 16 bits in fp32 anyway, and to round them to 16 bits first would cost one more write and read.
     """
 
     def __init__(self, sum_VD: Tensor | None, weight_VD: Tensor) -> None:
@@ -115,7 +116,7 @@ class WeightGradient:
             return
         is_first, self.is_empty = self.is_empty, False
         if self.product_VD is None:
-            beta = 0 if is_first else 1  # with 0 what the sum holds is not read
+            beta = 0 if is_first else 1  # with 0 the sum's old values are not read
             if grad_TV.dtype == self.sum_VD.dtype:
                 torch.addmm(self.sum_VD, grad_TV.T, hidden_TD, beta=beta, out=self.sum_VD)
             else:
@@ -129,21 +130,21 @@ class WeightGradient:
                 self.sum_VD[part].add_(self.product_VD[part])
 
     def end(self) -> None:
-        """To be called after the last chunk, for there may be none."""
+        """To be called after the last chunk: zeroes the sum if there were no chunks at all."""
         if self.is_empty and self.sum_VD is not None:
             self.sum_VD.zero_()
 
 
 def cached_rows(matrix: Tensor) -> Iterator[slice]:
-    """Rows of a matrix that stay in a CPU's cache together; on other devices all at once."""
+    """Slices of a matrix's rows, each small enough for a CPU's cache; on other devices one slice of all rows."""
     return pieces(len(matrix), max(1, CPU_CACHED // matrix.shape[1] if matrix.is_cpu else len(matrix)))
 
 
 def scaled(matrix: Tensor, factor: Tensor, dtype: torch.dtype, fuse: Fuse = plainly) -> Tensor:
-    """``matrix`` times ``factor``, rounded once to ``dtype``: on a GPU by ``fuse``.
+    """``matrix`` times ``factor``, rounded once to ``dtype``. On a GPU ``fuse`` computes it.
 
-    torch's own kernel of two dtypes reads number by number: 2.1 ms for 128,256 x 4,096 on an H200 (torch 2.11), whose
-    memory moves as much in 0.75.
+    torch's own kernel for two dtypes reads number by number: 2.1 ms for 128,256 x 4,096 on an H200 (torch 2.11), whose
+    memory could move as much in 0.75 ms.
     """
     if not matrix.is_cpu and fuse is not plainly:
         return fuse(product_in, matrix, factor, dtype=dtype)
@@ -156,12 +157,12 @@ def scaled(matrix: Tensor, factor: Tensor, dtype: torch.dtype, fuse: Fuse = plai
 
 
 def product_in(matrix: Tensor, factor: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """``scaled``, as it is compiled."""
+    """``matrix`` times ``factor`` in ``dtype``: the function that ``scaled`` has compiled."""
     return (matrix * factor).to(dtype)
 
 
 def chunk_tokens(chunk_logits: int | None, weight_VD: Tensor) -> int:
-    """How many tokens' logits exist at once: ``chunk_logits`` in all, or (None) what is fast on the device."""
+    """The number of tokens in a chunk: ``chunk_logits`` logits in all, or (None) as many as are fast on the device."""
     vocab_size = weight_VD.shape[0]
     if chunk_logits is not None:
         return max(1, chunk_logits // vocab_size)
@@ -171,7 +172,7 @@ def chunk_tokens(chunk_logits: int | None, weight_VD: Tensor) -> int:
 
 
 def cpu_chunk_tokens(vocab_size: int, *, is_wide: bool) -> int:
-    """How many tokens' logits exist at once on a CPU. ``is_wide``: in 32 bits."""
+    """The number of tokens in a chunk on a CPU. ``is_wide`` says that logits have 32 bits."""
     n_tokens = min(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
     return max(1, n_tokens // 2 if is_wide else n_tokens)
 
@@ -179,7 +180,12 @@ def cpu_chunk_tokens(vocab_size: int, *, is_wide: bool) -> int:
 def losses_and_gradient(
     logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``Losses`` over the whole vocabulary; ``z_loss`` is the coefficient. The gradient takes the logits' place."""
+    """The losses and the gradient of one chunk over the whole vocabulary (``Losses``).
+
+    The gradient overwrites the logits.
+
+    ``z_loss`` is the coefficient of the z-loss.
+    """
     found: list[tuple[Tensor, Tensor]] = []
     for rows in cached_rows(logits_TV):
         softmax_TV = torch.empty_like(logits_TV[rows], dtype=torch.float32).copy_(logits_TV[rows])
@@ -192,10 +198,10 @@ def losses_and_gradient(
 
 
 def fused_losses(logits_TV: Tensor, targets_T: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``losses_and_gradient`` as a pure function, of which a compiler makes one kernel that passes the logits twice.
+    """``losses_and_gradient`` as a pure function, which compiles to one kernel that reads the logits twice.
 
-    The largest logit and the sum of exponentials are written as inductor knows them: it finds both in one pass then,
-    online (Milakov and Gimelshein 2018, arXiv:1805.02867, section 3). Of ``logsumexp`` it makes two.
+    The largest logit and the sum of exponentials are written so that inductor finds both in one online pass (Milakov
+    and Gimelshein 2018, arXiv:1805.02867, section 3). ``logsumexp`` would take two passes.
     """
     counts_T, index_T1 = targets_T != IGNORE, targets_T.clamp(min=0)[:, None]
     wide_TV = logits_TV.float()
@@ -213,16 +219,17 @@ def fused_losses(logits_TV: Tensor, targets_T: Tensor, *, z_loss: float) -> tupl
 
 
 def token_losses(logits_TV: Tensor, targets_T: Tensor, were_narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Each target's cross-entropy and logsumexp (fp32, zero where it does not count), and which ones count.
+    """Each target's cross-entropy and logsumexp (fp32, zero where it is IGNORE), and which targets count (bool).
 
-    Turns the logits (fp32) into their softmax. ``were_narrow``: they had 16 bits, and are one kernel's work on a CPU,
-    whose exponentials may be 20 units in the last place off: in fp32 that showed in sinks' gradients.
+    Overwrites the fp32 logits by their softmax. ``were_narrow`` says that they were computed in 16 bits. Then on a CPU
+    a single kernel makes the softmax, whose exponentials may be off by 20 units in the last place; in fp32 that was
+    visible in the gradients of sinks.
     """
     counts_T = targets_T != IGNORE
     picked_T = logits_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1)
     largest_T1 = logits_TV.amax(-1, keepdim=True)
     if were_narrow and logits_TV.is_cpu:
-        torch.softmax(logits_TV, -1, out=logits_TV)  # which reads a row before it writes it
+        torch.softmax(logits_TV, -1, out=logits_TV)  # in place: it reads a row before it writes it
         sums_T1 = 1 / logits_TV.amax(-1, keepdim=True)  # of exponentials, the largest of which is 1
     else:
         sums_T1 = logits_TV.sub_(largest_T1).exp_().sum(-1, keepdim=True)
@@ -232,14 +239,14 @@ def token_losses(logits_TV: Tensor, targets_T: Tensor, were_narrow: bool = False
 
 
 def z_slope(logs_T: Tensor, z_loss: float) -> Tensor | None:
-    """The z-losses times their coefficient, differentiated by the logsumexps; None where they are not trained."""
+    """The gradient of coefficient times z-loss by each logsumexp (T,); None where the coefficient is 0."""
     return 2 * z_loss * logs_T if z_loss else None
 
 
 def logits_gradient(softmax_TV: Tensor, targets_T: Tensor, counts_T: Tensor, z_slope_T: Tensor | None) -> Tensor:
-    """What is trained, differentiated by the logits (T, V): softmax, times 1 + ``z_slope_T``, minus one-hot.
+    """The gradient of the trained total by the logits (T, V): softmax times (1 + ``z_slope_T``), minus one-hot.
 
-    It takes the softmax's place.
+    It overwrites the softmax.
     """
     if z_slope_T is not None:
         softmax_TV.mul_(1 + z_slope_T[:, None])
@@ -266,10 +273,10 @@ class Head(nn.Module):
     """The vocabulary projection and the loss over it. Its weight may be the embedding's own parameter.
 
     ``z_loss`` is the coefficient of the z-loss (PaLM, arXiv:2204.02311, section 5), which keeps the logits' logsumexp
-    near zero. With ``logit_cap`` logits are capped (Gemma 2, arXiv:2408.00118, section 2): losses are of these.
+    near zero. With ``logit_cap``, logits are capped before the losses (Gemma 2, arXiv:2408.00118, section 2).
 
-    ``watch`` is the seam at which a replay sees each target's loss: called once a pass with targets, it is given what
-    computes the losses of a chunk, chunk after chunk, and returns what is called in its place.
+    ``watch`` lets `roundtable replay` see each target's loss. It is called once in each pass with targets, on the
+    function that computes a chunk's losses, and returns the function to call instead, chunk after chunk.
     """
 
     def __init__(self, vocab_size: int, d_model: int, z_loss: float = 0.0, logit_cap: float | None = None) -> None:
@@ -283,15 +290,15 @@ class Head(nn.Module):
         self.fuse: Fuse = plainly
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The sums of the cross-entropies and the z-losses of the targets that count; without targets, the logits.
+        """The sums of the cross-entropies and of the z-losses over the targets that count; without targets, the logits.
 
-        The sums are fp64. The z-losses' gradient, times the coefficient, comes with the cross-entropies'. Logits are
+        The sums are fp64. The gradient of coefficient times z-losses comes with that of the cross-entropies. Logits are
         (B, S, V).
         """
         if targets_BS is None:
             logits_BSV = F.linear(hidden_BSD, self.weight)
             return logits_BSV if self.logit_cap is None else torch.tanh(logits_BSV / self.logit_cap) * self.logit_cap
-        # Gradients are made in the forward pass, where torch.no_grad() does not show: a detached weight asks for none.
+        # Gradients are made in the forward pass, where torch.no_grad() cannot be seen: a detached weight needs none.
         weight_VD = self.weight if torch.is_grad_enabled() else self.weight.detach()
         rows = (hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
         losses = self.chunk_losses if self.logit_cap is None else capped(self.chunk_losses, self.logit_cap)
@@ -307,5 +314,8 @@ class Head(nn.Module):
         return losses_and_gradient(logits_TV, targets_T, wants_gradient, self.z_loss)
 
     def fuses(self, logits_TV: Tensor) -> bool:
-        """Whether a chunk is one kernel's work: on a CPU, pieces that stay in the cache are faster."""
+        """Whether one compiled kernel computes a chunk's losses: on CUDA.
+
+        On a CPU, pieces that fit the cache are faster.
+        """
         return logits_TV.is_cuda and self.fuse is not plainly

@@ -19,7 +19,8 @@ QUERY_BLOCK = 128
 class Piece(NamedTuple):
     """Consecutive queries of one document, and the keys from the first to the last that any of them sees.
 
-    The last key is the last query itself. ``rows`` are neighbouring rows of the batch whose documents lie alike.
+    The last key belongs to the same token as the last query. ``rows`` are neighbouring rows of the batch whose
+    documents have the same boundaries.
     """
 
     rows: slice
@@ -27,16 +28,16 @@ class Piece(NamedTuple):
     keys: slice
 
     def of_band(self, band: Tensor) -> Tensor:
-        """This piece's part (..., Q, K) of a matrix over distances: see ``Band``."""
+        """This piece's part (..., Q, K) of a matrix that was made from a ``Band``."""
         n_queries, n_keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         return band[..., band.shape[-2] - n_queries :, band.shape[-1] - n_keys :]
 
 
 class Band(NamedTuple):
-    """Positions (1, Q) and (1, K) of the last queries of a document that is as long as the longest piece's keys.
+    """Positions (1, Q) of the last queries and (1, K) of the keys, in a document as long as the longest piece's keys.
 
-    What depends on distances alone, as masks within a document do, is made once for them. Each piece has the lower
-    right corner of that matrix, since its last key is its last query.
+    A matrix that depends on distances alone, such as a mask within a document, is made once from them. Each piece then
+    takes the lower right corner of that matrix, because its last key and its last query are the same token.
     """
 
     query_positions_1Q: Tensor
@@ -44,7 +45,7 @@ class Band(NamedTuple):
 
 
 def cut_documents(documents_BS: Tensor, window: int | None, block: int) -> list[Piece]:
-    """The pieces of all documents, of at most ``block`` queries; each query is in one of them. Waits for the device.
+    """The pieces of all documents, with at most ``block`` queries each; every query is in one. Waits for the device.
 
     ``documents_BS`` are the numbers of the documents within their rows; every run of equal numbers is one document.
     """
@@ -67,10 +68,10 @@ def cut_documents(documents_BS: Tensor, window: int | None, block: int) -> list[
 
 
 def cut_rows(bounds: list[int], seq_len: int, window: int | None, block: int) -> list[Piece]:
-    """Pieces of all rows at once, of at most ``block`` queries: the keys from the first that any row's query sees.
+    """Pieces of all rows together, with at most ``block`` queries each, and the keys that any row's queries see.
 
-    ``bounds`` are those of the documents in the flattened batch, from 0 to its end. What a row's query does not see of
-    the keys, a mask has to hide.
+    ``bounds`` are the boundaries of the documents in the flattened batch, from 0 to its end. A mask still has to hide
+    the keys that a single row's queries do not see.
     """
     row_starts = range(0, bounds[-1], seq_len)
     pieces = []
@@ -84,7 +85,7 @@ def cut_rows(bounds: list[int], seq_len: int, window: int | None, block: int) ->
 
 
 def band_of(pieces: list[Piece], device: torch.device) -> Band:
-    """The smallest band that has a corner for each of the pieces."""
+    """The smallest band from which each of the pieces can take its corner."""
     n_queries = max(piece.queries.stop - piece.queries.start for piece in pieces)
     n_keys = max(piece.keys.stop - piece.keys.start for piece in pieces)
     key_positions_1K = torch.arange(n_keys, device=device)[None]
@@ -92,6 +93,6 @@ def band_of(pieces: list[Piece], device: torch.device) -> Band:
 
 
 def query_pieces(n_rows: int, n_queries: int, n_keys: int, block: int) -> list[Piece]:
-    """All queries of a batch, at most ``block`` in a piece, and all keys."""
+    """Pieces of at most ``block`` queries each that cover all queries of a batch, each with all keys."""
     rows, keys = slice(0, n_rows), slice(0, n_keys)
     return [Piece(rows, slice(first, min(first + block, n_queries)), keys) for first in range(0, n_queries, block)]

@@ -1,4 +1,4 @@
-"""From where to where the numbers of several sections may lie: plain values, no torch."""
+"""Number types with ranges that several config sections share: plain values, no torch."""
 
 from typing import Annotated
 

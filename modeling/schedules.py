@@ -67,12 +67,12 @@ def lr_factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def half_cosine(progress: float) -> float:
-    """Half a cosine from 1 down to 0, of a progress from 0 to 1."""
+    """Half a cosine: falls from 1 to 0 as ``progress`` goes from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def decayed(shape: DecayShape, share_left: float) -> float:
-    """What is left of the peak, from 1 down to 0, when so large a share of the decay is still to come."""
+    """The share of the peak that is left, from 1 down to 0, when ``share_left`` of the decay is still to come."""
     match shape:
         case "linear":
             return share_left

@@ -46,7 +46,10 @@ class Alibi:
         return torch.exp2(places_H * (-STEEPEST / power)).float()
 
     def mask(self, mask_BQS: Tensor, query_positions_BQ: Tensor, key_positions_BS: Tensor) -> Tensor:
-        """What is added to the scores, fp32 (B, H, Q, S): -inf where ``mask_BQS`` hides a key from a query."""
+        """The mask that is added to the scores, fp32 (B, H, Q, S): minus slope times distance.
+
+        It is -inf where ``mask_BQS`` hides a key from a query.
+        """
         distance_BQS = query_positions_BQ[:, :, None] - key_positions_BS[:, None, :]
         slopes_H = self.slopes(mask_BQS.device)
         return (-slopes_H[:, None, None] * distance_BQS[:, None]).masked_fill_(~mask_BQS[:, None], float("-inf"))
@@ -78,7 +81,7 @@ class Buckets:
 
 
 def biased(mask_BQS: Tensor | None, bias_HN: Tensor, buckets_BQS: Tensor) -> Tensor:
-    """What is added to the scores, fp32 (B, H, Q, S): each head's bias, -inf where ``mask`` hides a key."""
+    """The mask that is added to the scores, fp32 (B, H, Q, S): each head's bias, and -inf for hidden keys."""
     bias_BHQS = bias_HN[:, buckets_BQS].transpose(0, 1)
     return bias_BHQS if mask_BQS is None else bias_BHQS.masked_fill(~mask_BQS[:, None], float("-inf"))
 
