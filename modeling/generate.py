@@ -44,13 +44,15 @@ def new_tokens(
     eos_id: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
-    """Yields each sequence's next token, int64 (B,), until all have met ``eos_id`` or ``max_new_tokens`` are made.
+    """Yields each sequence's next token, int64 (B,), until all have met ``eos_id`` or there are ``max_new_tokens``.
 
     The prompts (B, S) have one length of at least 1 and each is one document. ``temperature`` 0 takes the likeliest
     token. ``top_k`` keeps that many tokens, then ``top_p`` the fewest whose probabilities sum to it (nucleus sampling,
-    Holtzman et al. 2020, arXiv:1904.09751). Any of several ``eos_id`` ends a sequence, which then repeats the first.
-    Draws are made on the CPU from ``seed``. Raises ValueError where learned positions end before the last token that is
-    looked at, and FloatingPointError where the model gives a sequence no finite largest logit.
+    Holtzman et al. 2020, arXiv:1904.09751). Any of several ``eos_id`` ends a sequence, which then repeats the first of
+    them. Tokens are drawn on the CPU from ``seed``.
+
+    Raises ValueError where the table of learned positions is too short for the sequence, and FloatingPointError where a
+    sequence's largest logit is NaN or infinite.
     """
     last = tokens_BS.shape[1] + max_new_tokens - 1
     if model.max_positions is not None and last > model.max_positions:

@@ -255,9 +255,9 @@ def logits_gradient(softmax_TV: Tensor, targets_T: Tensor, counts_T: Tensor, z_s
 
 
 def capped(losses: Losses, cap: float) -> Losses:
-    """``losses`` of logits that become ``cap`` times the tanh of themselves over it; their gradient is by those before.
+    """``losses`` of capped logits: ``cap`` times the tanh of a logit over it. Gradients are by the uncapped logits.
 
-    Beside the chunk's logits there are two more tensors of their size, in fp32.
+    It takes two more fp32 tensors of the size of the chunk's logits.
     """
 
     def of_capped(logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:

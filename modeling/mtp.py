@@ -44,7 +44,7 @@ class PredictionModule(nn.Module):
         self.final_norm = final_norm
 
     def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor) -> Tensor:
-        """hidden_BSD that enters the layer, from the following tokens' embeddings and the hidden states before."""
+        """The layer's input (B, S, D), from the following tokens' embeddings and the hidden states so far."""
         return self.project(torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
 
 
