@@ -1,7 +1,8 @@
-"""The gated delta rule's gradients, by hand: half the operations that autograd makes of the rule's own, and no graph.
+"""The gated delta rule's gradients, by hand: half the operations of autograd's, and no graph.
 
-Through the rule's chunks (modeling.kernels.delta_chunks): first the matrices before each are computed again, then their
-gradients from the last chunk to the first; what does not go from chunk to chunk is of all chunks at once.
+The backward pass goes through the rule's chunks (modeling.kernels.delta_chunks): first the states before each chunk are
+computed again, then their gradients, from the last chunk to the first. Whatever does not depend on the previous chunk
+is computed for all chunks at once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ from modeling.kernels.delta_chunks import LENGTH_EPS, Chunks, chunks, chunks_of,
 
 
 def gradients_by_chunks(arguments: Sequence[Any], wanted: Sequence[int], grad_BSHW: Tensor) -> tuple[Tensor, ...]:
-    """Those by q, k, v, fading and writing of the numbers ``wanted``; arguments as of ``gated_delta.by_chunks``."""
+    """The gradients by those of q, k, v, fading and writing whose numbers are in ``wanted``.
+
+    ``arguments`` are those of ``gated_delta.by_chunks``; ``grad_BSHW`` is the gradient by its output.
+    """
     q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, positions_BS, chunk = arguments
     seq_len, n_keys, n_channels = k_BSGC.shape[1:]
     made = chunks(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, positions_BS, chunk)
@@ -31,9 +35,9 @@ def gradients_by_chunks(arguments: Sequence[Any], wanted: Sequence[int], grad_BS
 
 
 def through_chunks(made: Chunks, grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients by q, k, v as chunks have them, and by each token's fading and writing (..., n, 1).
+    """The gradients by q, k and v in chunks, and by each token's fading and writing (..., n, 1).
 
-    ``grad``: by what the rule puts out (B, G, R, N, n, W), fp32. D stands for a gradient.
+    ``grad`` is the gradient by the rule's output (B, G, R, N, n, W), fp32. In names a leading d stands for a gradient.
     """
     q, k, v, writing, is_earlier, between, seen, met, enters, leaves, _ = made
     states, new = matrices(made)
@@ -52,7 +56,8 @@ def through_chunks(made: Chunks, grad: Tensor) -> tuple[Tensor, ...]:
     dright_v, dright_k = dright.split([v.shape[-1], k.shape[-1]], dim=-1)
     of_keys = (dright_k * k).sum(-1)
 
-    # exp(f_i - f_j) lies in both squares: what each has to do with its gradient goes to f_i, and is taken off f_j.
+    # Both (n, n) matrices have the factor exp(f_i - f_j): each one's product with its gradient is added to f_i's
+    # gradient and subtracted from f_j's.
     dsystem_met = dsystem * met
     dwriting = dsystem_met.sum(-1) + (dright_v * v).sum(-1) + enters * of_keys
     turned = dsystem_met.mul_(writing[..., None]).addcmul_(dseen, seen)
@@ -74,9 +79,9 @@ def through_chunks(made: Chunks, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def matrices_back(made: Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by the matrix after each chunk (B, G, R, N, C, W), 0 after the last; and by what each token writes.
+    """The gradients by the state after each chunk (B, G, R, N, C, W), and by what each token writes (B, G, R, N, n, W).
 
-    The latter, like ``grad``, (B, G, R, N, n, W).
+    The first is 0 after the last chunk.
     """
     read, putting = made.solved[..., made.v.shape[-1] :].flatten(0, 2), made.putting.flatten(0, 2)
     within, asked = (each.flatten(0, 2) for each in (made.seen.mT @ grad, made.asking.mT @ grad))
@@ -94,9 +99,9 @@ def matrices_back(made: Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def through_system(made: Chunks, dsolved: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by the right side and by the matrix of T x = right, of which x is ``made.solved``.
+    """The gradients by the right side and by the matrix T of the system T x = right.
 
-    Dright = T^-T Dx; and DT = -Dright x^T below the diagonal, which is 1 whatever is made of it.
+    The solution x is ``made.solved``. Dright = T^-T Dx, and DT = -Dright x^T below the diagonal, which is constantly 1.
     """
     system = made.met * made.writing[..., None]
     dright = torch.linalg.solve_triangular(system.mT, dsolved, upper=True, unitriangular=True)
@@ -104,12 +109,12 @@ def through_system(made: Chunks, dsolved: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_key_heads(by_value_heads: Tensor, like: Tensor) -> Tensor:
-    """Gradients (B, G, R, ...) summed over the value heads that share a key head, where several do."""
+    """Gradients (B, G, R, ...) summed over the value heads that share a key head, if several do."""
     return by_value_heads if by_value_heads.shape[2] == like.shape[2] else by_value_heads.sum(2, keepdim=True)
 
 
 def through_unit(heads: Tensor, by_unit: Tensor) -> Tensor:
-    """The gradient by vectors of that by vectors of unit length, which ``delta_chunks.unit`` made of them."""
+    """The gradient by vectors, from the gradient by the unit vectors that ``delta_chunks.unit`` made of them."""
     wide = heads.float()
     length = torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)
     along = (wide * by_unit).sum(-1, keepdim=True) * length.square()

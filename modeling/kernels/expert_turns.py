@@ -1,4 +1,4 @@
-"""The experts' SwiGLU one expert after another, on a CPU: what is made of an expert's rows stays in a core's cache.
+"""The experts' SwiGLU on a CPU, one expert after another, so that an expert's values stay in a core's cache.
 
 Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, M the most of them, D
 d_model, F d_ff, I 2F.
@@ -23,9 +23,9 @@ class Rows(NamedTuple):
     """Where each token-expert pair goes once sorted by expert.
 
     rows_TK: a distinct row for each pair, expert by expert, each expert's rows in the order of the tokens. tokens_R:
-    each row's token; in rows that no pair takes, the token of the expert's first row, so that nothing overflows there
-    alone. ends_E: int32, where each expert's rows end. row_multiple: the unit that each expert's were rounded up to, 1
-    for not at all.
+    each row's token; in rows of padding, the token of the expert's first row, so that they overflow only if that row
+    does. ends_E: int32, where each expert's rows end. row_multiple: the unit to which each expert's rows were rounded
+    up; 1 means not at all.
     """
 
     rows_TK: Tensor
@@ -45,10 +45,11 @@ def experts_by_turn(
 ) -> Tensor:
     """Each token's sum of weighted SwiGLUs (T, D). Weights have the hidden states' dtype.
 
-    Kept for the backward pass are what enters the products by gate and up, and what leaves them for as many experts as
-    have at most ``kept_share`` of the rows: an expert's tokens are gathered again there, and multiplied again for the
-    other experts. All else is written into ``SCRATCH``. Where nothing that leaves them is kept, autograd has all that
-    it keeps before anything is computed: a layer that runs again to make it, and nothing after it, computes no expert.
+    For the backward pass it keeps the layer's inputs, and the gate and up projections of as many experts as have
+    together at most ``kept_share`` of the rows. Backward gathers each expert's tokens again, and computes the other
+    experts' projections again. All else is written into ``SCRATCH``. With a share of 0 autograd has all that it keeps
+    before anything is computed, so a layer that is recomputed for its saved tensors, and has none after this, computes
+    no expert.
     """
     given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
     if kept_share:
@@ -68,7 +69,7 @@ def sums_by_turn(
     rows: Rows,
     gates_and_ups: "GatesAndUps",
 ) -> Tensor:
-    """``experts_by_turn``, without a graph. Gates and ups are written where ``gates_and_ups`` says."""
+    """The forward pass of ``experts_by_turn``, without a graph. Projections are written into ``gates_and_ups``."""
     sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     out_RD = SCRATCH.take("rows", (len(rows.tokens_R), d_model), hidden_TD)
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
@@ -88,7 +89,10 @@ def sums_by_turn(
 
 
 class ExpertsByTurn(Function):
-    """The graph's node of ``experts_by_turn``; where ``kept_share`` is 0 its value is not computed yet."""
+    """The autograd node of ``experts_by_turn``.
+
+    With a ``kept_share`` of 0 its value is left to be computed afterwards.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -161,12 +165,12 @@ class ExpertsByTurn(Function):
 
 
 class Once:
-    """What an autograd Function is given, outside of autograd."""
+    """A stand-in for the context of an autograd Function, to call its passes outside of autograd."""
 
     needs_input_grad = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """As autograd's own, but that nothing is checked."""
+        """Keeps the tensors as ``saved_tensors``, without autograd's checks."""
         self.saved_tensors = tensors
 
 
@@ -175,10 +179,10 @@ BUILT: dict[tuple[int, int, torch.dtype], set[int]] = {}
 
 
 def build_matmul_kernels(n_rows: int, most_rows: int, row_multiple: int, gate_EFD: Tensor) -> None:
-    """Has oneDNN build an expert's matrix products for ``n_rows`` and all numbers near it, both ways, once a process.
+    """Has oneDNN build an expert's products for ``n_rows`` and all numbers near it, in both passes, once a process.
 
-    No expert has more than ``most_rows``, the layer's tokens. Left alone, new numbers come for hundreds of steps, and
-    each leaves 4 MB more in use (docs/speed.md).
+    ``most_rows``, the layer's tokens, is the most that an expert can have. Otherwise new numbers of rows would come for
+    hundreds of steps, each adding 4 MB of memory (docs/speed.md).
     """
     if row_multiple == 1 or not is_real(gate_EFD) or not is_built_by_rows(gate_EFD.dtype):
         return
@@ -199,18 +203,20 @@ def build_matmul_kernels(n_rows: int, most_rows: int, row_multiple: int, gate_EF
 
 @functools.cache
 def is_built_by_rows(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has this processor's own products of that dtype; what it has instead is slow, and never kept.
+    """Whether oneDNN has native products of that dtype for this processor.
 
-    There are builds of torch without oneDNN, which lack the operators that tell.
+    Its other ones are slow, and it never keeps them.
+
+    Builds of torch without oneDNN lack the operators that tell.
     """
     teller = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     return teller is not None and hasattr(torch.ops.mkldnn, teller) and bool(getattr(torch.ops.mkldnn, teller)())
 
 
 class GatesAndUps:
-    """What the products by gate and up put out, in ``gate_up_RI`` for the experts whose rows fit in there.
+    """The gate and up projections of all experts: in ``gate_up_RI`` as far as they fit, otherwise in scratch.
 
-    Those with most rows have it, but for such as have more than are left. The others share scratch.
+    Experts are placed there from the one with most rows down; one that has more rows than are left is skipped.
     """
 
     def __init__(self, gate_up_RI: Tensor, sizes_E: list[int]) -> None:
@@ -226,16 +232,19 @@ class GatesAndUps:
             self.spare = rooms_of(sizes_E, gate_up_RI, {"gate_up_again": gate_up_RI.shape[1]})
 
     def for_each(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """For each expert (gates and ups side by side, gates, ups) of its rows."""
+        """For each expert its rows' (gates and ups side by side, gates, ups)."""
         both = (gate_up_RI, *gate_up_RI.chunk(2, 1))
         return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)
 
     def has(self, expert: int) -> bool:
-        """Whether those of an expert with rows are kept."""
+        """Whether the projections of an expert (which has rows) are kept."""
         return self.kept_E[expert] > 0
 
     def of(self, expert: int) -> tuple[Tensor, ...]:
-        """An expert's, both in one (N, I), gates and ups (N, F). What is not kept is there until the next expert's."""
+        """An expert's projections: both side by side (N, I), gates (N, F) and ups (N, F).
+
+        Those that are not kept are valid until the next expert's are asked for.
+        """
         if self.kept_E[expert] or self.spare is None:
             return self.kept[expert]
         (gate_up_NI,) = self.spare(self.sizes_E[expert])
@@ -243,37 +252,38 @@ class GatesAndUps:
 
 
 def rooms_of(sizes_E: list[int], like: Tensor, widths: dict[str, int]) -> Callable[[int], list[Tensor]]:
-    """Scratch for the rows of one expert at a time: n -> what has each name, (n, its width).
+    """Scratch for the rows of one expert at a time: a function n -> one tensor (n, its width) for each name.
 
-    All is cut once for each number of rows, of which experts in 16 bits have few.
+    Slices are made once for each number of rows, of which there are few in 16 bits.
     """
     whole = [SCRATCH.take(name, (max(sizes_E), width), like) for name, width in widths.items()]
     return functools.cache(lambda n: [each_MX[:n] for each_MX in whole])
 
 
 def sizes_of(rows: Rows) -> list[int]:
-    """How many rows each expert has."""
+    """The number of rows of each expert."""
     ends_E = rows.ends_E.tolist()
     return [end - start for start, end in zip([0, *ends_E], ends_E, strict=False)]
 
 
 def turns(sizes_E: list[int], *rows_RX: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    """Each expert that has rows, how many, and its rows of each tensor: all are cut at once, which a slice is not.
+    """Yields each expert that has rows: its number, how many rows it has, and its rows of each tensor.
 
-    Rows after the last expert's are nobody's; where a step is traced without values, most of them are.
+    Tensors are split all at once, which is faster than slicing them. Rows after the last expert's belong to no expert;
+    when a step is traced without values, most rows do.
     """
     cut = zip(*(each_RX[: sum(sizes_E)].split(sizes_E) for each_RX in rows_RX), strict=True)
     return ((expert, n, parts) for expert, (n, parts) in enumerate(zip(sizes_E, cut, strict=True)) if n)
 
 
 def weights_to_rows(weights_TK: Tensor, rows: Rows) -> Tensor:
-    """weights_R1: each pair's weight in its row, 0 in rows nobody takes."""
+    """weights_R1: each pair's weight in its row, 0 in rows of padding."""
     weights_R = weights_TK.new_zeros(rows.tokens_R.shape)
     return weights_R.index_copy_(0, rows.rows_TK.flatten(), weights_TK.flatten())[:, None]
 
 
 def sum_of_rows(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Each token's sum of its K rows (T, D), on a CPU weighted where there are weights, of the rows' dtype.
+    """Each token's sum of its K rows (T, D), in the rows' dtype; on a CPU multiplied by ``weights_TK``, if given.
 
     On a CPU in one pass: copying all rows first took 8 times as long (7.4 instead of 0.9 ms, 16384 rows of 384 in bf16,
     one thread, Intel with AMX, 2026-11-23).

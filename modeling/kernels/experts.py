@@ -15,16 +15,16 @@ from modeling.kernels.fuse import Fuse, never_compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.row_counts import rounded_up
 
-# Rows are rounded up to a power of two that an expert's mean rows hold ROW_UNITS times to twice that, for the reason in
-# row_counts.py. In fp32 torch asks MKL, which builds nothing for a number of rows.
+# Rows are rounded up to a power of two that fits between ROW_UNITS and 2 * ROW_UNITS times into an expert's mean rows;
+# row_counts.py says why. In fp32 torch uses MKL, which builds nothing for a number of rows.
 LEAST_ROW_MULTIPLE = 16
 ROW_UNITS = 16
-ONES = 8  # grouped_mm wants rows of whole units of 16 bytes, in 16 bits
+ONES = 8  # grouped_mm requires rows of whole units of 16 bytes, in 16 bits
 GATE_SLOPE = 1.702  # of gpt-oss's gates
 
 
 class ExpertBiases(NamedTuple):
-    """What is added to the experts' matrix products."""
+    """The biases that are added to the experts' three matrix products."""
 
     gate_EF: Tensor
     up_EF: Tensor
@@ -32,11 +32,12 @@ class ExpertBiases(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """How experts are computed, which is not what."""
+    """How experts are computed, without changing what is computed (but for rounding)."""
 
     fuse: Fuse = plainly
     products: Products = AS_THEY_ARE  # biases are added in the rows' own dtype
-    kept_share: float = 1.0  # of the rows that keep their gates and ups, where experts go one after another
+    # the share of rows whose gate and up projections are kept for backward, where experts are computed one by one
+    kept_share: float = 1.0
 
 
 PLAINLY = Ways()
@@ -57,11 +58,13 @@ def experts_grouped(
 ) -> Tensor:
     """Each token's weighted sum of its experts' SwiGLUs (T, D), by grouped matrix products over all experts.
 
-    Deterministic in both directions. The down projections are linear, so where experts go one after another on a CPU
-    the weights multiply in the sum of a token's rows, and elsewhere what goes into the projections, which is narrower
-    than what comes out. ``swiglu_limit``: as ``gated`` has it.
-    Each expert's rows are rounded up to ``row_multiple`` (None: what is fast on the device in that dtype).
-    ``counts_E``: how many pairs each expert has, where that is known.
+    Deterministic in both passes. ``swiglu_limit`` selects gpt-oss's clamped SwiGLU (``gated``). Each expert's rows are
+    rounded up to ``row_multiple`` (None: what is fast on the device in that dtype). ``counts_E`` is each expert's
+    number of pairs, where the caller knows it.
+
+    The down projection is linear, so the weights may multiply before or after it: where experts are computed one after
+    another on a CPU, in the sum of a token's rows; elsewhere, the projection's input, which is narrower than its
+    output.
     """
     if counts_E is None:
         counts_E = count_pairs(indices_TK, gate_EFD.shape[0])
@@ -72,15 +75,15 @@ def experts_grouped(
 
 
 def row_multiple_of(rows_RD: Tensor, mean_rows: int) -> int:
-    """What each expert's rows are rounded up to where nobody says: what is fast on their device, in their dtype.
+    """The default unit to which each expert's rows are rounded up: what is fast on their device in their dtype.
 
-    ``mean_rows``: an expert's rows where all have as many, beside which 2 to 3% are then multiplied for nobody.
+    ``mean_rows`` is the rows of an expert if all have as many; about 2 to 3% of rows are then padding.
     """
     return narrow_row_multiple(mean_rows) if rows_RD.is_cpu and rows_RD.dtype.itemsize == 2 else 1
 
 
 def narrow_row_multiple(mean_rows: int) -> int:
-    """``row_multiple_of`` rows of 16 bits on a CPU."""
+    """The default unit for rows of 16 bits on a CPU."""
     return max(LEAST_ROW_MULTIPLE, 1 << (mean_rows // ROW_UNITS).bit_length() >> 1)
 
 
@@ -95,15 +98,18 @@ def experts_over_rows(
     swiglu_limit: float | None = None,
     ways: Ways = PLAINLY,
 ) -> Tensor:
-    """``experts_grouped``, whose pairs have their rows already. ``weights_TK``: None means ones, one expert a token."""
+    """``experts_grouped`` for pairs whose rows are already placed.
+
+    ``weights_TK`` None means that each token has one expert, with a weight of one.
+    """
     fuse, products, kept_share = ways
     by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
     if by_turn and hidden_TD.dtype == gate_EFD.dtype:
         weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
-        if weights_TK is None:  # what comes back of the rows is kept for the weights, wherever they are
+        if weights_TK is None:  # the rows' outputs are kept for the weights' gradients, wherever the weights are
             kept_share = kept_share or 1.0
         return experts_by_turn(hidden_TD, weights, gate_EFD, up_EFD, down_EDF, rows, kept_share)
-    # Rows that came from elsewhere are as large as what they are made of, and not made again.
+    # Rows that came from other ranks are as large as the tensor they are made from: recomputing them saves nothing.
     pick = plainly if weights_TK is None else fuse
     rows_RD, same_RD = pick(to_rows_twice, hidden_TD, rows.rows_TK, rows.tokens_R, sum_by=fuse)
     gate_EF, up_EF, down_ED = biases or (None, None, None)
@@ -121,7 +127,8 @@ def experts_over_rows(
 def gated(gate: Tensor, up: Tensor, swiglu_limit: float | None) -> Tensor:
     """SwiGLU's inner value, silu(gate) * up; with a limit (up + 1) * gate * sigmoid(GATE_SLOPE * gate), both clamped.
 
-    The second as gpt-oss has it (arXiv:2508.10925, section 2.3): the gate is at most the limit, and up within +- it.
+    The latter is gpt-oss's (arXiv:2508.10925, section 2.3): the gate is at most the limit, and up between minus and
+    plus the limit.
     """
     if swiglu_limit is None:
         return F.silu(gate) * up
@@ -130,7 +137,7 @@ def gated(gate: Tensor, up: Tensor, swiglu_limit: float | None) -> Tensor:
 
 
 def weighted(gate_RF: Tensor, up_RF: Tensor, weights_R1: Tensor, *, swiglu_limit: float | None) -> Tensor:
-    """``gated``, each row times its weight."""
+    """SwiGLU's inner value (``gated``), each row times its weight."""
     return gated(gate_RF, up_RF, swiglu_limit) * weights_R1
 
 
@@ -144,8 +151,8 @@ def gathered_sum(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
 def sum_by_place(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Each token's sum of its K rows (T, D), times their weights, in fp32: the first rows, then the second, and so on.
 
-    To a compiler that is elementwise work. A sum over K rows is a reduction, whose kernel came to a quarter of an
-    H200's rate of copies (torch 2.11: 8,192 tokens, two times 8 rows of 2,048, 0.56 ms).
+    To a compiler that is elementwise work. A sum over K rows is a reduction, whose kernel reached a quarter of an
+    H200's copy bandwidth (torch 2.11: 8,192 tokens, two times 8 rows of 2,048, 0.56 ms).
     """
     total_TD: Tensor | None = None
     for place in range(rows_TK.shape[1]):
@@ -158,12 +165,12 @@ def sum_by_place(rows_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None = N
 
 
 def compiled_gathered_sum(rows_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """``gathered_sum``, to be compiled."""
+    """``gathered_sum`` in a form that compiles well."""
     return sum_by_place(rows_RD, rows_TK).to(rows_RD.dtype)
 
 
 def compiled_sum_of_two(rows_RD: Tensor, others_RD: Tensor, rows_TK: Tensor) -> Tensor:
-    """Each token's sum of its K rows of both tensors (T, D), to be compiled."""
+    """Each token's sum of its K rows of both tensors (T, D), in a form that compiles well."""
     return (sum_by_place(rows_RD, rows_TK) + sum_by_place(others_RD, rows_TK)).to(rows_RD.dtype)
 
 
@@ -174,7 +181,7 @@ def gathered_weighted_sum(rows_RD: Tensor, weights_TK: Tensor, rows_TK: Tensor) 
 
 
 def compiled_weighted_sum(rows_RD: Tensor, weights_TK: Tensor, rows_TK: Tensor) -> Tensor:
-    """``gathered_weighted_sum``, to be compiled."""
+    """``gathered_weighted_sum`` in a form that compiles well."""
     return sum_by_place(rows_RD, rows_TK, weights_TK).to(rows_RD.dtype)
 
 
@@ -187,7 +194,7 @@ def weighted_sum_gradients(
 
 
 def summed(rows_RD: Tensor, rows_TK: Tensor, fuse: Fuse) -> Tensor:
-    """``gathered_sum``, as the device does it best."""
+    """Each token's sum of its K rows (T, D), in the way that is fastest on the device."""
     if rows_RD.is_cpu:
         return sum_of_rows(rows_RD, rows_TK)
     return fuse(gathered_sum if fuse is plainly else compiled_gathered_sum, rows_RD, rows_TK, rows_vary=True)
@@ -201,10 +208,10 @@ def grouped_linear(
     products: Products = AS_THEY_ARE,
     factors_R1: Tensor | None = None,
 ) -> Tensor:
-    """Each row times its expert's matrix, (R, O), and its bias; expert e's rows end before ``ends_E[e]``.
+    """Each row times its expert's matrix (R, O), plus its bias. Expert e's rows end before ``ends_E[e]``.
 
-    A bias is one more matrix product, with ones: its gradient is then summed as the matrices' are, in a fixed order.
-    ``factors_R1`` multiply a row's bias.
+    A bias is added by one more matrix product, with ones, so that its gradient is summed like the matrices', in a fixed
+    order. ``factors_R1`` multiply each row's bias.
     """
     out_RO = products.grouped(rows_RI, ends_E, weight_EOI)
     if bias_EO is None:
@@ -215,7 +222,7 @@ def grouped_linear(
 
 
 def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
-    """The pairs of each expert (E,), int64.
+    """The number of token-expert pairs of each expert (E,), int64.
 
     Unlike torch.bincount, whose output's size depends on the values, it does not make the host wait for the GPU.
     """
@@ -224,25 +231,25 @@ def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
 
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
-    """The pairs' rows. Each expert's are rounded up, to ``row_multiple`` or coarser (row_counts.rounded_up)."""
+    """The rows of the token-expert pairs. Each expert's are rounded up to ``row_multiple`` or coarser (row_counts)."""
     order_P = narrow(indices_TK.flatten(), len(counts_E)).argsort(stable=True)  # pairs in the order of their experts
     return rows_in_order(order_P, indices_TK.shape[1], counts_E, row_multiple)
 
 
 def narrow(experts_P: Tensor, n_experts: int) -> Tensor:
-    """The same numbers in fewer bytes, of which each takes a GPU's sort two launches more."""
+    """The same expert numbers in fewer bytes, since a GPU's sort takes two more launches for each byte."""
     return experts_P if experts_P.is_cpu else experts_P.to(narrow_dtype(n_experts))
 
 
 def narrow_dtype(n_experts: int) -> torch.dtype:
-    """One that holds the experts' numbers, and that torch sorts."""
+    """A dtype that holds the experts' numbers, and that torch can sort."""
     return torch.uint8 if n_experts <= 2**8 else torch.int32
 
 
 def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:
-    """``place_rows`` of ``n_rows`` tokens of one pair each that come in blocks: N times one for each expert in turn.
+    """The rows of ``n_rows`` tokens that have one expert each and come in N blocks, each sorted by expert.
 
-    ``counts_NE``: the tokens of each block. Where a block goes follows from these numbers, so nothing is sorted.
+    ``counts_NE`` are each block's tokens for each expert. Rows follow from these numbers, so nothing is sorted.
     """
     counts_EN = counts_NE.t().contiguous()
     came_EN = (counts_NE.flatten().cumsum(0) - counts_NE.flatten()).view_as(counts_NE).t()  # each block's first token
@@ -253,7 +260,7 @@ def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:
 
 
 def rows_in_order(order_P: Tensor, top_k: int, counts_E: Tensor, row_multiple: int) -> Rows:
-    """The rows of the pairs of ``top_k`` experts a token, which ``order_P`` puts in the order of their experts."""
+    """The rows of the pairs of ``top_k`` experts a token, where ``order_P`` sorts the pairs by their experts."""
     sorted_rows_P = torch.arange(order_P.numel(), device=order_P.device)
     tokens_R = tokens_P = order_P // top_k if top_k > 1 else order_P
     ends_E = counts_E.cumsum(0)
@@ -268,9 +275,9 @@ def rows_in_order(order_P: Tensor, top_k: int, counts_E: Tensor, row_multiple: i
 
 
 class ToRows(Function):
-    """hidden_TD -> rows_RD: copies each token to its K rows. Backward sums the K rows.
+    """hidden_TD -> rows_RD: copies each token to its K rows. Backward sums the gradients of the K rows.
 
-    Nobody looks at what comes of rows that no pair takes, so their gradient is zero.
+    What is computed from rows of padding is not used, so their gradient is zero.
     """
 
     @staticmethod
@@ -286,7 +293,7 @@ class ToRows(Function):
 
 
 class ToRowsTwice(Function):
-    """``ToRows`` for two products: the same rows twice. Backward sums the K rows of both gradients.
+    """hidden_TD -> the same rows_RD twice, for two products. Backward sums the K rows of both gradients.
 
     Compiled, both are read once; autograd itself would write their sum, row by row, and read it again.
     """
@@ -308,14 +315,14 @@ class ToRowsTwice(Function):
 
 @never_compiled
 def to_rows_twice(hidden_TD: Tensor, rows_TK: Tensor, tokens_R: Tensor, *, sum_by: Fuse) -> tuple[Tensor, Tensor]:
-    """``ToRowsTwice``, whose gradients are summed by ``sum_by``."""
+    """``ToRowsTwice`` as a function. Its gradients are summed by ``sum_by``."""
     return ToRowsTwice.apply(hidden_TD, rows_TK, tokens_R, sum_by)
 
 
 class SumRows(Function):
     """rows_RD -> out_TD: each token's sum of its K rows. Backward copies each token's gradient to its K rows.
 
-    The transpose of ``ToRows``. Rows nobody takes get a gradient too: their factor of 0 must drop it.
+    The transpose of ``ToRows``. Rows of padding get a gradient too, which their weight of 0 has to cancel.
     """
 
     @staticmethod
@@ -330,9 +337,9 @@ class SumRows(Function):
 
 
 class WeightedSumRows(Function):
-    """(rows_RD, weights_TK) -> out_TD: each token's sum of its K rows, each times its weight, in one pass each way.
+    """(rows_RD, weights_TK) -> out_TD: each token's sum of its K rows, each times its weight, in one kernel each pass.
 
-    For ranks that have no weights where the experts are. Weights have the rows' dtype; each row has a pair.
+    For ranks whose weights are not where the experts are. Weights have the rows' dtype; there are no rows of padding.
     """
 
     @staticmethod
@@ -355,7 +362,7 @@ class WeightedSumRows(Function):
 
 
 class WeightsToRows(Function):
-    """weights_TK -> weights_R1: each pair's weight in its row, 0 in rows nobody takes."""
+    """weights_TK -> weights_R1: each pair's weight in its row, 0 in rows of padding."""
 
     @staticmethod
     def forward(ctx, weights_TK: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
@@ -369,9 +376,9 @@ class WeightsToRows(Function):
 
 
 class FromRows(Function):
-    """rows_RD -> result_TD: brings each token's only row back. Backward copies its gradient there.
+    """rows_RD -> result_TD: each token's only row. Backward copies its gradient back to that row.
 
-    Rows nobody takes get a gradient of zero.
+    Rows of padding get a gradient of zero.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How wide attention's heads may be, and heads filled up with zeros for kernels that want them wider.
+"""Limits on the width of attention's heads, and padding of heads to the width that a kernel needs.
 
 Shape letters: C channels of a head.
 """
@@ -11,9 +11,9 @@ FLASH_UNIT = 8  # channels: 16 bytes in 16 bits
 
 
 def widened(heads: Tensor, n_channels: int) -> Tensor:
-    """Queries, keys or values with ``n_channels``, filled up with zeros, for code that wants all equally wide.
+    """Queries, keys or values filled up with zeros to ``n_channels``.
 
-    Attention's output then has zeros in the channels that values were given.
+    Attention's output is then zero in the channels that were added to the values.
     """
     missing = n_channels - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing else heads
