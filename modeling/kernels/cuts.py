@@ -1,9 +1,9 @@
-"""Factors of products cut to 8 bits, each as often as its values change.
+"""Factors of products quantized to 8 bits (E4M3), once for each time that their values change.
 
 E4M3 (Micikevicius et al. 2022, arXiv:2209.05433, section 3) has a sign, four bits of exponent and three of fraction.
-Each row along what a product sums over has a scale of its own, a power of two (modeling.kernels.fp8 says why).
+Each row along the dim that a product sums over has its own scale, a power of two (modeling.kernels.fp8 says why).
 
-Shape letters: R rows, I what a product sums over, O what comes out of it.
+Shape letters: R rows, I the dim that a product sums over, O its outputs.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,19 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # E4M3's largest number, 1.75 * 2^8
 LARGEST_EXPONENT = 8
 LARGEST_FRACTION = 0.75
-BIAS = 127  # of a float's exponent in 32 bits
+BIAS = 127  # of an fp32 number's exponent
 FRACTION_BITS = 23
 MOST = 120  # a scale lies within 2^-MOST and 2^MOST: it and its inverse are normal numbers
-UNIT = 16  # tensor cores take rows of whole units of 16 bytes, along both sides of a factor
+UNIT = 16  # tensor cores take rows of whole units of 16 bytes, along both dims of a factor
 
-Cut = tuple[Tensor, Tensor]  # (..., I) in E4M3, contiguous, and fp32 factors (..., 1) that bring the numbers back
+Cut = tuple[Tensor, Tensor]  # (..., I) in E4M3, contiguous, and fp32 factors (..., 1) that restore the numbers
 
 
 def cut(numbers: Tensor) -> Cut:
-    """(..., I) in E4M3, contiguous, and fp32 factors (..., 1), powers of two, that bring the numbers back.
+    """The numbers quantized: (..., I) in E4M3, contiguous, and fp32 factors (..., 1), powers of two, that restore them.
 
-    Rows of zeros stay zeros. Of a row that is not finite the factor is NaN, and so is what is made of it: E4M3 has no
-    infinity, and would hide it behind its largest number.
+    Rows of zeros stay zeros. The factor of a row that is not finite is NaN, and so is any product with it: E4M3 has no
+    infinity, and would replace it by its largest number.
     """
     largest = numbers.abs().amax(-1, keepdim=True).float().view(torch.int32)
     exponent = (largest >> FRACTION_BITS) - BIAS
@@ -42,17 +42,18 @@ def cut(numbers: Tensor) -> Cut:
     return (numbers.float() * power_of_two(shift)).to(E4M3).contiguous(), factors
 
 
-@in_parts  # the largest numbers first, then all of them
+@in_parts  # one part finds the largest numbers, the other quantizes
 def cut_across(numbers: Tensor) -> Cut:
-    """``cut`` of the matrices' transposes: of (..., I, O) in (..., O, I), with factors (..., O, 1)."""
+    """The matrices' transposes quantized: (..., I, O) into (..., O, I) in E4M3, with factors (..., O, 1)."""
     return cut(numbers.transpose(-1, -2))
 
 
 @in_parts
 def cut_units_across(numbers_NUI: Tensor) -> Cut:
-    """``cut_across`` of N units of rows (N, U, I), in (I, N * U): a compiler sees that each row begins at whole units.
+    """The transpose quantized, of rows that come as N units (N, U, I), into (I, N * U).
 
-    Of a number of rows that varies it would know nothing, and store byte by byte.
+    That way a compiler knows that each row of the result begins at whole units. If the number of rows varied freely it
+    would store byte by byte.
     """
     return cut(numbers_NUI.flatten(0, 1).t())
 
@@ -63,13 +64,16 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def put_back(numbers_8: Tensor, factors: Tensor) -> Tensor:
-    """What products in 8 bits multiply, in bf16, which holds it exactly."""
+    """The numbers that a quantized factor stands for, in bf16, which holds them exactly."""
     return (numbers_8.float() * factors).bfloat16()
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Equal for tensors of the same elements of the same memory, whatever their values; for no other memory, ever."""
+    """What tells one tensor's memory from all others: equal for tensors of the same elements of the same memory.
+
+    Values do not matter. It is never equal for another memory, even at the same address later.
+    """
 
     memory: StorageWeakRef
     offset: int | torch.SymInt
@@ -78,16 +82,16 @@ class Identity:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Identity":
-        """What tells ``tensor`` from all others."""
+        """The identity of ``tensor``."""
         return cls(StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Cuts:
-    """How a model's factors are cut: by ``fuse`` in one kernel or in many, on a CPU plainly.
+    """The quantized factors of a model's products: on a CPU computed plainly, elsewhere by ``fuse``.
 
-    Rows that several products read one after another (queries, keys and values; gate and up) are cut for the first of
-    them. Weights are cut in each product, or with ``keeps_weights`` in the first one after ``weights_changed``; then
-    the cut weights stay, a byte an element for forward products and one for gradients by activations.
+    Rows that several products read one after another (queries, keys and values; gate and up) are quantized once, for
+    the first of them. Weights are quantized in each product, or with ``keeps_weights`` in the first one after
+    ``weights_changed``, and then kept: one byte an element for forward products, and one for gradients by activations.
     """
 
     def __init__(self, fuse: Fuse = plainly, *, keeps_weights: bool = False) -> None:
@@ -95,10 +99,10 @@ class Cuts:
         self.last, self.last_across = Last(), Last()
         self.kept: dict[tuple[Identity, bool], tuple[int, Cut]] | None = {} if keeps_weights else None
         self.n_changes = 0
-        self.kept_anew: Callable[[Cut], None] = lambda made: None  # the seam at which a profile sees what is kept
+        self.kept_anew: Callable[[Cut], None] = lambda made: None  # called with each new kept weight, for profiles
 
     def of_rows(self, rows_RI: Tensor) -> Cut:
-        """What a forward product reads, cut along I."""
+        """The rows of a forward product, quantized along I."""
         return self.last.of(rows_RI, lambda: self.make(cut, rows_RI, rows_vary=True))
 
     def of_rows_across(self, rows_RI: Tensor) -> Cut:
@@ -106,38 +110,44 @@ class Cuts:
         return self.last_across.of(rows_RI, lambda: self.of_gradient_across(rows_RI))
 
     def of_gradient(self, grad_RO: Tensor) -> Cut:
-        """A gradient by outputs, cut along O."""
+        """The gradient by outputs, quantized along O."""
         return self.make(cut, grad_RO, rows_vary=True)
 
     def of_gradient_across(self, grad_RO: Tensor) -> Cut:
-        """The same for the gradient by a weight: (O, R), cut along R, which is filled up to whole units by zeros."""
+        """The gradient by outputs for that by a weight: transposed to (O, R), quantized along R.
+
+        R is filled up to whole units by zeros.
+        """
         rest = -len(grad_RO) % UNIT
         filled_RO = F.pad(grad_RO, (0, 0, 0, rest)) if rest else grad_RO
         return self.make(cut_units_across, filled_RO.unflatten(0, (-1, UNIT)), rows_vary=True)
 
     def of_weight(self, weight: Tensor, *, across: bool) -> Cut:
-        """A weight, or experts' weights, (..., O, I), cut along I; ``across``: (..., I, O) into (..., O, I)."""
+        """A weight or a stack of experts' weights (..., O, I), quantized along I.
+
+        ``across``: (..., I, O) into (..., O, I).
+        """
         function = cut_across if across else cut
         if self.kept is None:
             return self.make(function, weight)
         key = Identity.of(weight), across
         changes, made = self.kept.pop(key, (-1, None))
         if made is None or changes != self.n_changes:
-            made = None  # so that what is made takes its memory
+            made = None  # frees the old memory before the new is made
             made = self.make(function, weight)
             self.kept_anew(made)
         self.kept[key] = self.n_changes, made
         return made
 
     def weights_changed(self) -> None:
-        """To be called whenever weights have got other values: nothing that was cut before is used again."""
+        """To be called whenever the weights' values have changed: nothing quantized before is used again."""
         self.n_changes += 1
         self.last, self.last_across = Last(), Last()
         if self.kept is not None:
             self.kept = {key: made for key, made in self.kept.items() if not key[0].memory.expired()}
 
     def make(self, function: Callable[[Tensor], Cut], numbers: Tensor, *, rows_vary: bool = False) -> Cut:
-        """The function's value, as the device does it best."""
+        """The function's value, computed in the way that is best on the device."""
         if numbers.is_cpu or len(numbers) == 0:
             return function(numbers)
         return self.fuse(function, numbers, rows_vary=rows_vary)
@@ -145,17 +155,17 @@ class Cuts:
 
 @dataclass
 class Last:
-    """What was made of the last tensor that came.
+    """The result made from the last tensor, reused if the same tensor with the same values comes again.
 
-    torch counts no writing by an all-to-all or through ``.data``: what products read twice in a row must not be written
-    to by those in between. Rows that arrive from other ranks are new tensors.
+    torch does not count writes by an all-to-all or through ``.data``, so nothing may write in that way to a tensor
+    between two products that read it. Rows that arrive from other ranks are new tensors.
     """
 
-    key: tuple[Identity, int] | None = None  # and the count of its changes
+    key: tuple[Identity, int] | None = None  # the tensor's identity, and torch's count of writes to it
     made: Cut | None = None
 
     def of(self, tensor: Tensor, make: Callable[[], Cut]) -> Cut:
-        """What ``make`` gives, or gave if the tensor has come again with the same values."""
+        """What ``make`` returns; or what it returned before, if the same tensor with the same values comes again."""
         key = None if tensor.is_inference() else (Identity.of(tensor), tensor._version)
         if key is None or key != self.key or self.made is None:
             self.key = self.made = None

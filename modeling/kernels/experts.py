@@ -247,9 +247,10 @@ def narrow_dtype(n_experts: int) -> torch.dtype:
 
 
 def place_blocks(counts_NE: Tensor, n_rows: int, row_multiple: int) -> Rows:
-    """The rows of ``n_rows`` tokens that have one expert each and come in N blocks, each sorted by expert.
+    """The rows of ``n_rows`` tokens that come from N sources, one after another, each source's sorted by expert.
 
-    ``counts_NE`` are each block's tokens for each expert. Rows follow from these numbers, so nothing is sorted.
+    Each token has one expert. ``counts_NE`` are each source's tokens for each expert; the rows follow from these
+    numbers, so nothing is sorted.
     """
     counts_EN = counts_NE.t().contiguous()
     came_EN = (counts_NE.flatten().cumsum(0) - counts_NE.flatten()).view_as(counts_NE).t()  # each block's first token
@@ -337,7 +338,7 @@ class SumRows(Function):
 
 
 class WeightedSumRows(Function):
-    """(rows_RD, weights_TK) -> out_TD: each token's sum of its K rows, each times its weight, in one kernel each pass.
+    """(rows_RD, weights_TK) -> out_TD: each token's sum of its K rows, each times its weight, in one pass each way.
 
     For ranks whose weights are not where the experts are. Weights have the rows' dtype; there are no rows of padding.
     """

@@ -1,22 +1,23 @@
-"""Matrix products whose factors have 8 bits, as GPUs since Hopper compute them at twice bf16's rate.
+"""Matrix products whose factors have 8 bits, which GPUs since Hopper compute at twice bf16's rate.
 
-A factor is cut to E4M3 (modeling.kernels.cuts), the gradient that comes in too, as in DeepSeek-V3 (arXiv:2412.19437,
-section 3.3.2). Each row along what the product sums over has a scale of its own, which brings its largest number next
-to E4M3's, 448. Two choices keep a layout from changing what is computed:
+A factor is quantized to E4M3 (modeling.kernels.cuts), incoming gradients too, as in DeepSeek-V3 (arXiv:2412.19437,
+section 3.3.2). Each row along the dim that the product sums over has its own scale, which brings its largest number
+close to E4M3's largest, 448. Two choices keep the parallel layout from changing what is computed:
 
-- scales are powers of two, so a scale alone rounds nothing: which numbers a rank sees beside a number matters only
-  where that is 2^-14 of its row's largest or less, and loses bits. So a dense weight's gradient, too, has factors of 8
-  bits: it sums over tokens, which layouts share out over ranks and micro-batches, and a scale is one channel's of a
-  micro-batch's tokens;
-- scales belong to rows, not to tiles, whose edges a cut weight would move; torch's grouped product takes no others.
+- scales are powers of two, so a scale alone rounds nothing: which other numbers of a row a rank sees matters only for a
+  number that is 2^-14 of the row's largest or less, which loses bits. So even a dense weight's gradient has factors of
+  8 bits, though it sums over tokens, which layouts divide among ranks and micro-batches: there a scale is for one
+  channel of a micro-batch's tokens;
+- scales belong to rows, not to tiles, whose edges would move when a weight is sharded; torch's grouped product takes no
+  other scales.
 
-Gradients by experts' weights are products in bf16: 8 bits would gain less there than cutting the rows once more costs.
-Weights, masters, what is kept for the backward pass, and every reduction are as in bf16. Where there is no such GPU the
-same factors are multiplied in bf16, which holds each of them exactly, and only sums differ: in their order, and in what
-Hopper's tensor cores keep of them, but for gradients by weights, whose sums are brought into fp32 on the way
+Gradients by experts' weights are products in bf16: 8 bits would gain less there than it costs to quantize the rows once
+more. Weights, master weights, tensors saved for the backward pass, and every reduction are as in bf16. Without such a
+GPU the same factors are multiplied in bf16, which holds each of them exactly, and only sums differ: in their order, and
+in the precision of Hopper's tensor cores, except in gradients by weights, whose sums are promoted to fp32 on the way
 (docs/fp8.md).
 
-Shape letters: R rows, E experts, I what goes in, O what comes out.
+Shape letters: R rows, E experts, I inputs, O outputs.
 """
 
 from typing import Any
@@ -38,29 +39,29 @@ class Fp8Products:
         self.cuts = Cuts(fuse, keeps_weights=keeps_weights)
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """As Products.linear; the bias is added in bf16."""
+        """``inputs @ weight.T + bias`` (..., O), factors in 8 bits; the bias is added in bf16."""
         out = Fp8Linear.apply(inputs.flatten(0, -2), weight_OI, self.cuts).view(*inputs.shape[:-1], weight_OI.shape[0])
         return out if bias_O is None else out + bias_O
 
     def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
-        """As Products.linear_grad."""
+        """``grad @ weight`` (..., I), both in 8 bits."""
         grad_RI = product_back(grad.flatten(0, -2), weight_OI, self.cuts)
         return grad_RI.view(*grad.shape[:-1], weight_OI.shape[1])
 
     def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
-        """As Products.weight_grad."""
+        """``grad.T @ rows`` (O, I), both in 8 bits."""
         return sum_over_rows(grad_RO, rows_RI, self.cuts)
 
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
-        """As Products.grouped."""
+        """Each row times its expert's matrix (R, O), both in 8 bits."""
         return Fp8Grouped.apply(rows_RI, ends_E, weight_EOI, self.cuts)
 
     def weights_changed(self) -> None:
-        """As Products.weights_changed."""
+        """To be called whenever the weights' values have changed: they are quantized again when next used."""
         self.cuts.weights_changed()
 
     def kept(self) -> list[Tensor]:
-        """As Products.kept: the cut weights, and their factors."""
+        """The quantized weights that are kept, and their factors."""
         return [tensor for _, made in (self.cuts.kept or {}).values() for tensor in made]
 
 
@@ -95,30 +96,33 @@ class Fp8Grouped(Function):
         rows_RI, ends_E, weight_EOI = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
         grad_rows_RI = grouped_product_back(grad_RO, ends_E, weight_EOI, ctx.cuts)
-        if len(rows_RI) == 0:  # of which torch makes no product
+        if len(rows_RI) == 0:  # torch does not take empty factors here
             return grad_rows_RI, None, torch.zeros_like(weight_EOI), None
         return grad_rows_RI, None, F.grouped_mm(grad_RO.t(), rows_RI, offs=ends_E), None
 
 
 def product(rows_RI: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
-    """Multiplies rows @ weight.T (R, O) in bf16, both factors cut to 8 bits along I."""
+    """rows @ weight.T (R, O) in bf16, with both factors quantized to 8 bits along I."""
     return multiplied(cuts.of_rows(rows_RI), cuts.of_weight(weight_OI, across=False), rows_RI.dtype, fast=True)
 
 
 def product_back(grad_RO: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
-    """Multiplies grad @ weight (R, I) in bf16, both factors cut to 8 bits along O."""
+    """grad @ weight (R, I) in bf16, with both factors quantized to 8 bits along O."""
     return multiplied(cuts.of_gradient(grad_RO), cuts.of_weight(weight_OI, across=True), grad_RO.dtype, fast=True)
 
 
 def sum_over_rows(grad_RO: Tensor, rows_RI: Tensor, cuts: Cuts) -> Tensor:
-    """grad.T @ rows (O, I) in bf16, both factors cut to 8 bits along R, whatever its length."""
+    """grad.T @ rows (O, I) in bf16, with both factors quantized to 8 bits along R, however long that is."""
     if len(rows_RI) == 0:
         return grad_RO.new_zeros(grad_RO.shape[1], rows_RI.shape[1])
     return multiplied(cuts.of_gradient_across(grad_RO), cuts.of_rows_across(rows_RI), grad_RO.dtype, fast=False)
 
 
 def multiplied(rows: Cut, weight: Cut, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Multiplies rows (R, I) @ weight (O, I).T, of what they are put back to; ``fast`` as ``scaled_product``."""
+    """rows (R, I) @ weight (O, I).T of quantized factors, in ``dtype``.
+
+    ``fast`` is passed to ``scaled_product``. On a CPU the factors are multiplied in bf16.
+    """
     if rows[0].is_cpu or len(rows[0]) == 0:
         return F.linear(put_back(*rows), put_back(*weight))
     return scaled_product(*rows, *weight, dtype, fast=fast)
@@ -129,26 +133,26 @@ def scaled_product(
 ) -> Tensor:
     """rows_8 (R, I) @ weight_8 (O, I).T, times both factors, by torch's operator for GPUs.
 
-    ``fast``: sums stay in the tensor cores, which keep fewer bits of them, instead of coming into fp32 on the way.
+    With ``fast``, sums stay in the tensor cores, which keep fewer bits of them, instead of being promoted to fp32.
     """
     row = F.ScalingType.RowWise
     return F.scaled_mm(rows_8, weight_8.t(), rows_R1, row, weight_O1.t(), row, output_dtype=dtype, use_fast_accum=fast)
 
 
 def grouped_product(rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, cuts: Cuts) -> Tensor:
-    """Each row times its expert's matrix (R, O) in bf16, both factors cut to 8 bits along I."""
+    """Each row times its expert's matrix (R, O) in bf16, with both factors quantized to 8 bits along I."""
     return multiplied_by_expert(cuts.of_rows(rows_RI), ends_E, cuts.of_weight(weight_EOI, across=False), rows_RI.dtype)
 
 
 def grouped_product_back(grad_RO: Tensor, ends_E: Tensor, weight_EOI: Tensor, cuts: Cuts) -> Tensor:
-    """Each row's gradient by the rows (R, I) in bf16, both factors cut to 8 bits along O."""
+    """The gradient by the rows (R, I) in bf16, with both factors quantized to 8 bits along O."""
     return multiplied_by_expert(
         cuts.of_gradient(grad_RO), ends_E, cuts.of_weight(weight_EOI, across=True), grad_RO.dtype
     )
 
 
 def multiplied_by_expert(rows: Cut, ends_E: Tensor, weight: Cut, dtype: torch.dtype) -> Tensor:
-    """Each row times its expert's matrix (R, O), from rows (R, I) and weights (E, O, I)."""
+    """Each row times its expert's matrix (R, O), from quantized rows (R, I) and weights (E, O, I)."""
     (rows_8, rows_R1), (weight_8, weight_EO1) = rows, weight
     if rows_8.is_cpu or len(rows_8) == 0:
         return F.grouped_mm(put_back(*rows), put_back(*weight).transpose(1, 2), offs=ends_E)

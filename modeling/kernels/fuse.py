@@ -1,13 +1,14 @@
-"""Chains of elementwise work between matrix products: computed plainly, or compiled so that each is one kernel.
+"""Chains of elementwise operations between matrix products: computed plainly, or compiled into one kernel each.
 
-A chain is a pure function of tensors whose rows do not meet (norms, rotations, gates), or meet a few before them and
-bring what computes their gradients (``rows_meet``). Compiled, it reads its inputs and writes its outputs once each way,
-and keeps nothing but its inputs for the backward pass, which computes again whatever lies between; where it is linear
-in one of them, not even that. The plain function is the reference; a module calls it through its ``fuse``, the seam at
-which ``compiled`` takes ``plainly``'s place.
+A chain is a pure function of tensors whose rows are independent (norms, rotations, gates), or depend on a few rows
+before them and come with a function for their gradients (``rows_meet``). A compiled chain reads its inputs and writes
+its outputs once in each pass. It keeps only its inputs for the backward pass, which computes everything between again;
+where it is linear in one of them, not even that one. The plain function is the reference. A module calls it through its
+``fuse``, which is ``plainly``, ``compiled`` or another ``Fuse``.
 
-Whatever looks at operations sees a compiled chain as one operator, ``roundtable::chain(name, tensors) -> tensors``, and
-fake tensors go through the plain function; where nobody looks the compiled code is called directly.
+Whatever observes operations (recomputation, profiles, plans) sees a compiled chain as one operator,
+``roundtable::chain(name, tensors) -> tensors``, and fake tensors go through the plain function. Where nothing observes,
+the compiled code is called directly.
 """
 
 import functools
@@ -22,9 +23,9 @@ from torch.autograd import Function
 
 from modeling.kernels.direct import Direct, is_plain
 
-ROW_BYTES = 1 << 16  # a longer row does not stay in a core's registers: what is summed over it is read once more
-# Of a gradient whose rows meet: the kernels that inductor writes for it (benchmarks/gpu/written_kernels.py), and how
-# often these write or read an fp32 tensor that none but they know.
+ROW_BYTES = 1 << 16  # a longer row does not stay in a core's registers: a tensor summed over it is read once more
+# For the gradient of a chain whose rows depend on each other: the kernels that inductor writes for it
+# (benchmarks/gpu/written_kernels.py), and how often these write or read an fp32 tensor between them.
 MEETING_KERNELS = 8
 MEETING_PASSES = 3
 LEAST_ROWS = 2  # torch compiles a dim of 0 or 1 as that number, so fewer rows are computed plainly
@@ -33,7 +34,7 @@ LEAST_ROWS = 2  # torch compiles a dim of 0 or 1 as that number, so fewer rows a
 class Fuse(Protocol):
     """``function(*tensors, **numbers)``, in one kernel or in many; a tensor, or a tuple of them.
 
-    ``rows_vary``: the tensors' first dim differs from call to call.
+    ``rows_vary`` says that the tensors' first dim differs from call to call.
     """
 
     def __call__(self, function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
@@ -41,14 +42,15 @@ class Fuse(Protocol):
 
 
 def plainly(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
-    """The function as it is: ``Fuse``'s reference."""
+    """The function called as it is, operation by operation: the reference for every other ``Fuse``."""
     return function(*tensors, **numbers)
 
 
 def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
-    """The function as one kernel each way, compiled when it is first called with such shapes and dtypes.
+    """The function as one kernel in each pass, compiled at the first call with these shapes and dtypes.
 
-    torch compiles nothing while a TorchDispatchMode looks on; such a mode may follow later calls.
+    torch does not compile while a TorchDispatchMode is active, so the first call must be outside of one; later calls
+    need not be.
     """
     if is_never_compiled(function) or (rows_vary and any(tensor.shape[0] < LEAST_ROWS for tensor in tensors)):
         return function(*tensors, **numbers)
@@ -61,7 +63,7 @@ def compiled(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = F
 
 
 class _Fused(Function):
-    """(function, rows_vary, numbers, *tensors) -> the function's values. Keeps the tensors that its gradient needs."""
+    """(function, rows_vary, numbers, *tensors) -> the function's values. Saves the tensors that its gradient needs."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], rows_vary: bool, numbers: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
@@ -77,9 +79,9 @@ class _Fused(Function):
         function, rows_vary, numbers = ctx.chain
         wanted = tuple(place for place, wants in enumerate(ctx.needs_input_grad[3:]) if wants)
         floats = [grad.contiguous() for grad in grads if grad.is_floating_point()]
-        tensors = ctx.saved_tensors  # recomputation gives them once
+        tensors = ctx.saved_tensors  # read only once: under recomputation they can be unpacked only once
         if ctx.drops_first:
-            tensors = (floats[0], *tensors)  # in the place of what the gradient does not depend on
+            tensors = (floats[0], *tensors)  # in place of the dropped tensor, on which the gradient does not depend
         given = (*tensors, *floats)
         made = run(chain_of(function, numbers, (wanted, len(tensors)), rows_vary, given), given)
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -89,16 +91,16 @@ class _Fused(Function):
 
 
 def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function whose value's parts lie side by side: inductor may write a kernel for each of them."""
+    """Marks a function whose value is several parts side by side, for each of which inductor may write a kernel."""
     function.in_parts = True  # type: ignore[attr-defined]
     return function
 
 
 def rows_meet(gradient: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function whose rows take from some before them, with what computes its gradients.
+    """Marks a function whose rows depend on some rows before them, with the function that computes its gradients.
 
-    ``gradient(*tensors, grad, **numbers)`` gives one by each tensor, None by those that have none. What torch derives
-    of shifts and cuts inductor writes as more kernels.
+    ``gradient(*tensors, grad, **numbers)`` returns a gradient for each tensor, None for one that has none. Of the
+    shifts and slices that autograd would derive, inductor makes more kernels.
     """
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,16 +111,16 @@ def rows_meet(gradient: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
 
 
 def linear(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that is linear in its first tensor and has one value, of that one's shape.
+    """Marks a function that is linear in its first tensor and has one value, of the same shape.
 
-    Where nothing else is differentiated its gradient does not depend on that tensor, which is not kept then.
+    If only that tensor is differentiated by, the gradient does not depend on it, and it is not kept.
     """
     function.is_linear = True  # type: ignore[attr-defined]
     return function
 
 
 def is_linear(function: Callable[..., Any]) -> bool:
-    """Whether ``linear`` marks it."""
+    """Whether the function is marked by ``linear``."""
     return getattr(function, "is_linear", False)
 
 
@@ -129,26 +131,26 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_never_compiled(function: Callable[..., Any]) -> bool:
-    """Whether ``never_compiled`` marks it."""
+    """Whether the function is marked by ``never_compiled``."""
     return getattr(function, "is_never_compiled", False)
 
 
 @dataclass
 class Chain:
-    """One function, or its gradients, for tensors of certain shapes and dtypes."""
+    """One function, or its gradients, for tensors of certain shapes and dtypes, with its compiled code."""
 
-    label: str  # what it computes
+    label: str  # the function's name
     function: Callable[..., tuple[Tensor, ...]]
     rows_vary: bool
-    wanted: tuple[int, ...] | None  # the places of the tensors of which these are the gradients; None: values
-    sums_rows: bool  # some of the gradients are of what all rows share, which takes a kernel of its own
-    in_parts: bool = False  # the value's parts lie side by side, and a kernel may make each of them
-    rows_meet: bool = False  # rows take from some before them
+    wanted: tuple[int, ...] | None  # for gradients, the places of the tensors differentiated by; None: values
+    sums_rows: bool  # a gradient is summed over rows (by a vector that all rows share): that takes one more kernel
+    in_parts: bool = False  # as marked by ``in_parts``
+    rows_meet: bool = False  # as marked by ``rows_meet``
     compiled: Direct | None = None
     first_call_seconds: float = 0.0
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The compiled function's values; it is compiled here, the first time."""
+        """The compiled function's values. The first call compiles it."""
         if self.compiled is not None:
             return self.compiled(tensors)
         started = time.perf_counter()
@@ -158,22 +160,22 @@ class Chain:
         return made
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the values' shapes and dtypes, where tensors have no values."""
+        """Fake tensors of the values' shapes and dtypes, for fake tensors."""
         if self.wanted is None:
             return list(self.function(*tensors))
         return [torch.empty_like(tensors[place]) for place in self.wanted]
 
     @property
     def n_kernels(self) -> int:
-        """How many kernels it takes."""
+        """The number of kernels that one call launches."""
         if self.rows_meet and self.wanted is not None:
             return MEETING_KERNELS
         return 2 if self.sums_rows else 1
 
     def moved_bytes(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-        """What its kernels read and write, each tensor once, but for what is read once more.
+        """The bytes that its kernels read and write: each tensor once, and some inputs once more.
 
-        That is: by the kernel that sums over the rows, by those of further parts, and where rows are long.
+        Inputs are read again by the kernel that sums over rows, by kernels of further parts, and where rows are long.
         """
         longest = max(each.shape[-1] * each.element_size() for each in given if each.dim())
         parts = (1 if self.wanted is None else 2) if self.in_parts else 0
@@ -202,7 +204,7 @@ def known_chains() -> list[Chain]:
 
 
 def chain_named(name: str) -> Chain:
-    """The chain that ``roundtable::chain`` is called with."""
+    """The chain of the name that ``roundtable::chain`` was called with."""
     return _chains.by_name[name]
 
 
@@ -213,10 +215,10 @@ def chain_of(
     rows_vary: bool,
     tensors: Sequence[Tensor],
 ) -> str:
-    """The name of the chain for such tensors.
+    """The name of the chain for a function and such tensors, which is made if it is new.
 
-    ``wanted``: the places of those by which it is differentiated, and how many there are; None: it is not. A vector
-    among them is shared by all rows.
+    ``wanted`` has the places of the tensors that it is differentiated by, and the number of its tensors; None means
+    that it is not differentiated. A vector among the tensors is shared by all rows.
     """
     skipped = 1 if rows_vary else 0
     shapes = tuple((each.shape[skipped:], each.stride(), each.dtype, each.device) for each in tensors)
@@ -227,7 +229,7 @@ def chain_of(
         name = f"{label} {len(_chains.by_name)}"
         sums_rows = wanted is not None and any(tensors[place].dim() == 1 for place in wanted[0])
         plain = values(function, dict(numbers)) if wanted is None else gradients(function, dict(numbers), *wanted)
-        # Of its own code object: torch counts the versions that it compiles of each.
+        # With a code object of its own, since torch limits how many versions it compiles of one code object.
         plain.__code__ = plain.__code__.replace(co_name="".join(c if c.isalnum() else "_" for c in name))  # type: ignore[attr-defined]
         places = None if wanted is None else wanted[0]
         in_parts, meet = (hasattr(function, mark) for mark in ("in_parts", "rows_meet"))
@@ -237,7 +239,7 @@ def chain_of(
 
 
 def values(function: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """(*tensors) -> the function's values, as a tuple."""
+    """(*tensors) -> the function's values, as a tuple even if there is only one."""
 
     def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
         made = function(*tensors, **numbers)
@@ -282,7 +284,7 @@ def _library() -> torch.library.Library:
 
 
 def run(name: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The values of the chain of that name, for ``tensors``: by the operator, where somebody may look at operations."""
+    """The values of the chain ``name``, computed by the operator if something may be observing operations."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return run(name, tensors)

@@ -1,9 +1,10 @@
 """Attention's forward pass in 16 bits on a CPU with matrix units (AMX), piece by piece as in modeling.kernels.terms.
 
-torch's flash kernel hands such a processor's products to oneDNN, which builds one for each number of queries and keys;
-so pieces are given whole units of both, of what lies beside them in their rows, which nobody sees. Of 8 rows of 512
-tokens, 6 heads of 64 channels, a pass takes 9.4 ms in packed documents and 11.9 in whole rows, where fp32 takes 20 and
-28 (one thread, Intel Xeon with AMX, 2026-11-29). The gradients' products are too small for it there: 74 ms to 69.
+On such a processor torch's flash kernel uses oneDNN's products, which are built anew for each number of queries and
+keys. So pieces are filled up to whole units of both, with neighbouring tokens of the row that are masked out. For 8
+rows of 512 tokens and 6 heads of 64 channels, a pass takes 9.4 ms in packed documents and 11.9 in whole rows, where
+fp32 takes 20 and 28 (one thread, Intel Xeon with AMX, 2026-11-29). Gradients are left in fp32, since their products are
+too small to gain: 74 ms to 69.
 
 Shape letters: B batch, S sequence, Q queries, K keys, H heads, G key-value heads, C d_head.
 """
@@ -18,12 +19,12 @@ from modeling.kernels.blocks import attend_block
 from modeling.kernels.scratch import is_real
 from modeling.pieces import Piece
 
-QUERY_UNIT = 64  # fewer queries the kernel multiplies without matrix units
+QUERY_UNIT = 64  # with fewer queries the kernel does not use matrix units
 KEY_UNIT = 128
 
 
 def fits_narrow(q_BSHC: Tensor, k_BSGC: Tensor) -> bool:
-    """Whether ``attend_narrowly`` takes them and is the faster way: whole sequences of bf16, on such a processor."""
+    """Whether ``attend_narrowly`` takes these tensors and is faster: whole sequences of bf16, on such a processor."""
     is_narrow = q_BSHC.is_cpu and q_BSHC.dtype == k_BSGC.dtype == torch.bfloat16
     return is_narrow and q_BSHC.shape[1] == k_BSGC.shape[1] and is_real(q_BSHC) and has_matrix_units()
 
@@ -39,8 +40,8 @@ def attend_narrowly(
 ) -> tuple[Tensor, Tensor]:
     """The attention (B, S, H, C) of all pieces, in their dtype, and the log of its normalizers (B, H, S) in fp32.
 
-    ``added`` gives what ``attend_block`` takes as a piece's mask; each query is in one piece. Scores and weights are
-    summed in fp32, and weights rounded to 16 bits before they multiply values, as FlashAttention has it on a GPU.
+    ``added(piece)`` is the piece's mask for ``attend_block``; each query is in one piece. Scores and weights are summed
+    in fp32, and weights are rounded to 16 bits before they multiply values, as FlashAttention does on a GPU.
     """
     out_BSHC, seq_len = torch.empty_like(q_BSHC, memory_format=torch.contiguous_format), q_BSHC.shape[1]
     lse_BHS = q_BSHC.new_empty((len(q_BSHC), q_BSHC.shape[2], seq_len), dtype=torch.float32)
@@ -58,9 +59,9 @@ def attend_narrowly(
 
 
 def whole_units(places: slice, unit: int, n: int) -> slice:
-    """The places of a row of ``n``, filled up to whole units by those before them, then by those after them.
+    """The places of a row of length ``n``, extended to whole units by those before them, then by those after them.
 
-    All of a row that has less than these units.
+    It is the whole row if that is shorter than these units.
     """
     wanted = min(-(-(places.stop - places.start) // unit) * unit, n)
     start = max(0, places.stop - wanted)
@@ -68,12 +69,12 @@ def whole_units(places: slice, unit: int, n: int) -> slice:
 
 
 def within(inner: slice, outer: slice) -> slice:
-    """Where in ``outer`` the places of ``inner`` are."""
+    """The slice ``inner`` as places within the slice ``outer``."""
     return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
 def filled_up(mask: Tensor, piece: Piece, wide: Piece) -> Tensor:
-    """A piece's mask (..., Q, K) for the wide one, whose other queries and keys see and are seen by nobody."""
+    """A piece's mask (..., Q, K) extended to the wide piece: added queries see no key, and added keys are hidden."""
     n_queries, n_keys = (each.stop - each.start for each in (wide.queries, wide.keys))
     nobody = False if mask.dtype == torch.bool else float("-inf")
     filled = mask.new_full((*mask.shape[:-2], n_queries, n_keys), nobody)

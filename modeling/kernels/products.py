@@ -1,6 +1,6 @@
-"""The matrix products of layers, by weights as they are: the seam at which another precision enters.
+"""How layers multiply by their weights: an interface, and its plain version in the weights' own dtype.
 
-Shape letters: R rows, E experts, I what goes in, O what comes out.
+Shape letters: R rows, E experts, I inputs, O outputs.
 """
 
 from typing import Protocol
@@ -13,15 +13,15 @@ class Products(Protocol):
     """How a layer multiplies by its weights. ``linear`` and ``grouped`` can be differentiated by rows and weights."""
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """``inputs @ weight.T + bias``, from (..., I) to (..., O), of the inputs' dtype."""
+        """``inputs @ weight.T + bias``, from (..., I) to (..., O), in the inputs' dtype."""
         ...
 
     def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
-        """``linear``'s gradient by its inputs (..., I), from that by its outputs (..., O)."""
+        """The gradient of ``linear`` by its inputs (..., I), given that by its outputs (..., O)."""
         ...
 
     def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
-        """``linear``'s gradient by its weight (O, I), from that by its outputs and from its inputs."""
+        """The gradient of ``linear`` by its weight (O, I), given that by its outputs, and its inputs."""
         ...
 
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
@@ -29,38 +29,38 @@ class Products(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """To be called whenever weights have got other values."""
+        """To be called whenever the weights' values have changed."""
         ...
 
     def kept(self) -> list[Tensor]:
-        """What is kept of weights, from one call of ``weights_changed`` to the next."""
+        """The tensors made from weights that are kept between calls of ``weights_changed``."""
         ...
 
 
 class AsTheyAre:
-    """Products of rows and weights in the dtype that both have."""
+    """Products of rows and weights in the dtype that both have: the reference."""
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """As Products.linear."""
+        """``inputs @ weight.T + bias`` (..., O)."""
         return F.linear(inputs, weight_OI, bias_O)
 
     def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
-        """As Products.linear_grad."""
+        """``grad @ weight`` (..., I)."""
         return (grad.flatten(0, -2) @ weight_OI).view(*grad.shape[:-1], weight_OI.shape[1])
 
     def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
-        """As Products.weight_grad."""
+        """``grad.T @ rows`` (O, I)."""
         return grad_RO.t() @ rows_RI
 
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
-        """As Products.grouped."""
+        """Each row times its expert's matrix (R, O)."""
         return F.grouped_mm(rows_RI, weight_EOI.transpose(1, 2), offs=ends_E)
 
     def weights_changed(self) -> None:
-        """As Products.weights_changed."""
+        """Does nothing, since nothing is kept."""
 
     def kept(self) -> list[Tensor]:
-        """As Products.kept: nothing."""
+        """No tensors."""
         return []
 
 

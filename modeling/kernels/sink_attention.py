@@ -1,8 +1,9 @@
 """Attention with sinks, document by document, at the cost of attention without them; forward and backward.
 
-Kernels of documents know no sinks, but tell each query's log-sum-exp. A sink joins that, and the output shrinks by the
-keys' share of the softmax. Backward passes make weights of scores and the log-sum-exp, and take the mean that they are
-held against from the output: given both with the sink in them they give the right gradients (the ring has them so).
+Variable-length kernels have no sinks, but return each query's log-sum-exp. A sink is added to that, and the output is
+scaled by the keys' share of the softmax. The kernels' backward passes compute weights from scores and the log-sum-exp,
+and take the mean of the weights' gradients from the output: given both with the sink included, they return the right
+gradients (as in ring attention).
 
 Shape letters: B batch, S sequence, T tokens of all rows, H heads, G key-value heads, C d_head.
 """
@@ -29,8 +30,8 @@ def sink_attention(
 ) -> Tensor:
     """Attention's output (B, S, H, C), in the queries' dtype, with the sinks (fp32) in each query's softmax.
 
-    ``kernel`` computes the documents: FlashAttention on CUDA in half precision (``fits_flash``). Values may have fewer
-    channels than keys.
+    ``kernel`` attends within documents: by default FlashAttention, on CUDA in half precision (``fits_flash``). Values
+    may have fewer channels than keys.
     """
     boundaries, longest = context.cu_seqlens
     left = NO_LIMIT if window is None else window - 1
