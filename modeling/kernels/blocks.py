@@ -1,4 +1,4 @@
-"""Attention of some queries to one block of keys, with the log-sum-exp that merging blocks needs; forward and backward.
+"""Attention of queries to one block of keys, with the log-sum-exp by which blocks are merged; forward and backward.
 
 Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, R heads that share one of them (H / G), C d_head.
 """
@@ -18,10 +18,11 @@ def attend_block(
     """The queries' attention to this block alone, out_BQHC, and the log of its normalizer, lse_BHQ (fp32).
 
     ``mask`` says which keys each query sees: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is
-    -inf where a key is not seen (1 instead of B or H: for all); None: all. A query that sees no key gets zeros and
-    -inf. On a CPU torch's flash kernel does it, and the output has the queries' dtype; elsewhere, or where scores are
-    capped or weights multiplied by ``factors_BHQS`` (dropout), the plain formula, in fp32. The normalizer is that of
-    the weights before it.
+    -inf where a key is hidden (1 instead of B or H: for all); None: all. A query that sees no key gets zeros and -inf.
+
+    On a CPU this is torch's flash kernel, and the output has the queries' dtype. Elsewhere, or where scores are capped
+    or weights multiplied by ``factors_BHQS`` (dropout), it is the plain formula, in fp32. The normalizer is that of the
+    weights before dropout.
     """
     if q_BQHC.is_cpu and cap is None and factors_BHQS is None:
         return _attend_flash(q_BQHC, k_BSGC, v_BSGC, mask)
@@ -37,7 +38,7 @@ def attend_block_backward(
     lse_BHQ: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's contributions to (dq_BQHC, dk_BSGC, dv_BSGC), in the dtype in which the kernel gives them.
+    """This block's contributions to (dq_BQHC, dk_BSGC, dv_BSGC), in the dtype that the kernel returns.
 
     ``out_BQHC`` (the queries' dtype) and ``lse_BHQ`` (fp32, finite) are those of the queries' attention to all their
     keys, not of this block: exp(score - lse) is then the true weight of a key (FlashAttention-2, arXiv:2307.08691,
@@ -52,7 +53,7 @@ def _attend_flash(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor |
     out_BHQC, lse_BHQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHQC, k_BGSC, v_BGSC, attn_mask=_additive(mask, q_BQHC.dtype)
     )
-    if mask is not None:  # the kernel says 0 where a query sees nothing
+    if mask is not None:  # the kernel returns 0 where a query sees no key
         lse_BHQ = lse_BHQ.masked_fill(_sees_nothing(mask), float("-inf"))
     return out_BHQC.transpose(1, 2), lse_BHQ
 
@@ -78,7 +79,7 @@ def _attend_flash_backward(
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the CPU kernel takes it: (B, 1 or H, Q, S), added to the scores; -inf where a key is not seen."""
+    """The mask as the CPU kernel takes it: (B, 1 or H, Q, S), added to the scores, -inf where a key is hidden."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None]
@@ -97,10 +98,10 @@ def attend_plain(
     cap: float | None = None,
     factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attend_block`` by the formula, in fp32 whatever the dtype.
+    """``attend_block`` by the plain formula, in fp32 whatever the dtype.
 
-    But for factors of products in 16 bits on CUDA, where tensor cores sum what 16 bits hold of weights in fp32, as
-    FlashAttention has it.
+    Only on CUDA in 16 bits the factors of products keep 16 bits: tensor cores multiply rounded weights and sum in fp32,
+    as FlashAttention does.
     """
     scores_BGRQS = _seen(_scores(q_BQHC, k_BSGC, cap), mask)
     lse_BGRQ = scores_BGRQS.logsumexp(-1)
@@ -120,7 +121,7 @@ def attend_plain_backward(
     lse_BHQ: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend_block_backward`` by the formula, as ``attend_plain`` computes it."""
+    """``attend_block_backward`` by the plain formula, in the precision of ``attend_plain``."""
     return attend_scored_backward(grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, mask)[:3]
 
 
@@ -135,10 +136,11 @@ def attend_scored_backward(
     cap: float | None = None,
     factors_BHQS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS), fp32, the last by what is added to the scores once they are capped.
+    """(dq_BQHC, dk_BSGC, dv_BSGC, dscores_BHQS), fp32. The last is the gradient by the scores after the cap.
 
-    Weights that were multiplied by ``factors_BHQS`` pass their gradient on times these. What a weight's gradient is
-    taken off, the mean over all keys, is the output's part in the loss as ever: the output has the factors in it.
+    Where ``factors_BHQS`` multiplied the weights (dropout), the gradient by a weight is multiplied by its factor too.
+    The mean over all keys that is subtracted from it is, as without dropout, computed from the output, which has the
+    factors in it.
     """
     n_kv_heads = k_BSGC.shape[2]
     grad_BGRQC, out_BGRQC = (_by_group(heads, n_kv_heads) for heads in (grad_BQHC, out_BQHC))
@@ -160,7 +162,7 @@ def attend_scored_backward(
 
 
 def _scores(q_BQHC: Tensor, k_BSGC: Tensor, cap: float | None) -> Tensor:
-    """scores_BGRQS in fp32, of all pairs."""
+    """The fp32 scores (B, G, R, Q, S) of all pairs, capped if there is a cap."""
     scores_BGRQS = _with_keys(q_BQHC, k_BSGC).mul_(q_BQHC.shape[-1] ** -0.5)
     return scores_BGRQS if cap is None else scores_BGRQS.div_(cap).tanh_().mul_(cap)
 
@@ -173,14 +175,14 @@ def _with_keys(heads_BQHC: Tensor, keys_BSGC: Tensor) -> Tensor:
 
 
 def _by_keys(weights_BGRQS: Tensor, keys_BSGC: Tensor) -> Tensor:
-    """The keys, or values, times each query's weights, summed (B, G, R, Q, C), fp32."""
+    """The keys, or values, summed by each query's weights (B, G, R, Q, C), fp32."""
     weights_NPS = _as_factor(weights_BGRQS, keys_BSGC).flatten(2, 3).flatten(0, 1)
     found_NPC = _product(weights_NPS, keys_BSGC.transpose(1, 2).flatten(0, 1))
     return found_NPC.view(*weights_BGRQS.shape[:-1], -1)
 
 
 def _over_queries(weights_BGRQS: Tensor, heads_BQHC: Tensor) -> Tensor:
-    """What each key gets of all queries of its group, by their weights (B, S, G, C), fp32."""
+    """For each key, the sum over all queries of its group, times their weights for it (B, S, G, C), fp32."""
     batch, n_kv_heads = weights_BGRQS.shape[:2]
     weights_NPS = _as_factor(weights_BGRQS, heads_BQHC).flatten(2, 3).flatten(0, 1)
     heads_NPC = _by_group(heads_BQHC, n_kv_heads).flatten(2, 3).flatten(0, 1)
@@ -198,7 +200,7 @@ def _in_rows(heads_BGRQC: Tensor) -> Tensor:
 
 
 def _as_factor(weights: Tensor, other: Tensor) -> Tensor:
-    """fp32 weights as a product's factor beside ``other``."""
+    """fp32 weights in the dtype in which they are multiplied with ``other``: its own on CUDA."""
     return weights.to(other.dtype) if other.is_cuda else weights
 
 
@@ -210,7 +212,7 @@ def _product(left_NIJ: Tensor, right_NJK: Tensor) -> Tensor:
 
 
 def _seen(scores_BGRQS: Tensor, mask: Tensor | None) -> Tensor:
-    """The scores with what is added to them, -inf where a key is not seen."""
+    """The scores plus the mask; -inf where a key is hidden."""
     if mask is None:
         return scores_BGRQS
     if mask.dtype == torch.bool:

@@ -1,8 +1,8 @@
-"""Norms and rotations on a CPU, some rows at a time: what lies between input and output stays in a core's cache.
+"""Norms and rotations on a CPU, some rows at a time, so that intermediate values stay in a core's cache.
 
-Operation by operation a large tensor goes through memory six times, and each time a new one is mapped, whose pages are
-faults (docs/speed.md). Row by row the input is read and the output written once, and nothing is kept for the backward
-pass but what it needs: what ``modeling.kernels.fuse.compiled`` does, without a compiler.
+Operation by operation a large tensor would pass through memory six times, into newly mapped memory each time, whose
+pages are faults (docs/speed.md). By rows, the input is read and the output written once, and only what the backward
+pass needs is kept, as in ``modeling.kernels.fuse.compiled``, but without a compiler.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +15,13 @@ from torch.autograd import Function
 
 from modeling.kernels.scratch import SCRATCH
 
-PIECE_BYTES = 1 << 20  # of the rows that are computed at once, in fp32; docs/speed.md has others' times
-# Rows whose gradients by a norm's weight torch's kernel adds one after another: to 5e-7 of the largest.
+PIECE_BYTES = 1 << 20  # of the rows that are computed at once, in fp32; docs/speed.md has the times of other sizes
+# Rows over which torch's kernel sums the gradient by a norm's weight one after another: off by 5e-7 of the largest.
 SUMMED_ROWS = 1 << 10
 
 
 def by_rows(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function with the one that computes the same by rows: ``twin(*tensors, piece_bytes, **numbers)``."""
+    """Marks a function with another that computes the same by rows: ``twin(*tensors, piece_bytes, **numbers)``."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         function.by_rows = twin  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ class ByRows:
 def rms_norm_by_rows(
     hidden: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool, piece_bytes: int = PIECE_BYTES
 ) -> Tensor:
-    """``modeling.norm.rms_norm`` of ``hidden`` (..., D) on a CPU: same shape and dtype."""
+    """``modeling.norm.rms_norm`` of ``hidden`` (..., D) on a CPU, in the same shape and dtype."""
     n_rows = max(1, piece_bytes // (4 * hidden.shape[-1]))
     return _RMSNorm.apply(hidden, weight_D, norm_eps, adds_one, n_rows)
 
@@ -55,9 +55,9 @@ def rms_norm_by_rows(
 class _RMSNorm(Function):
     """(hidden, weight_D, norm_eps, adds_one, rows of a piece) -> the norm. Shape letters: N rows, D their length.
 
-    Gradients come from torch's kernel for layer norms, given means of zero: one pass where operations of torch's are
-    six (3.5 ms instead of 5.4 for 4096 x 384 in bf16, Intel with AMX, 2026-11-29). What it takes off for the mean, that
-    of the gradients times the weight, is put back.
+    Gradients come from torch's kernel for layer norms, given means of zero: one pass in place of torch's six operations
+    (3.5 ms instead of 5.4 for 4096 x 384 in bf16, Intel with AMX, 2026-11-29). What that kernel subtracts for the mean
+    of a layer norm, the mean of the gradients times the weight, is added back.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class _RMSNorm(Function):
             unit_ND = torch.mul(wide_ND, scale_N1[part], out=SCRATCH.take("norm: unit", wide_ND.shape, wide_ND))
             if adds_one or hidden.dtype == torch.float32:
                 out_ND[part] = unit_ND.mul_(factor_D)
-            else:  # rounded before the weight, as transformers has it
+            else:  # rounded before the weight, as in transformers
                 torch.mul(unit_ND.to(hidden.dtype), weight_D, out=out_ND[part])
         ctx.save_for_backward(hidden, weight_D, scale_N1)
         ctx.adds_one, ctx.n_rows = adds_one, n_rows
@@ -81,7 +81,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight_D, scale_N1 = ctx.saved_tensors  # recomputation gives them once
+        hidden, weight_D, scale_N1 = ctx.saved_tensors  # read only once, as recomputation requires
         hidden_ND, grad_ND = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, hidden.shape[-1])
         factor_D = factor_of(weight_D, adds_one=ctx.adds_one)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -95,7 +95,7 @@ class _RMSNorm(Function):
             )
             if wants_weight:
                 by_weight_D += summed_D
-            if by_hidden_ND is not None:  # a layer norm takes the gradient's mean off, too
+            if by_hidden_ND is not None:  # add back what a layer norm subtracts for its mean
                 mean_N1 = (wide_grad_ND @ factor_D)[:, None].mul_(scale_N1[part]).div_(hidden.shape[-1])
                 by_hidden_ND[part] = centred_ND.add_(mean_N1)
         by_hidden = None if by_hidden_ND is None else by_hidden_ND.view(hidden.shape)
@@ -103,13 +103,16 @@ class _RMSNorm(Function):
 
 
 def rotate_by_rows(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, piece_bytes: int = PIECE_BYTES) -> Tensor:
-    """``modeling.rope.rotate`` on a CPU: same shape and dtype as ``heads_BSHC``. Keeps nothing of the heads."""
+    """``modeling.rope.rotate`` on a CPU, in the shape and dtype of ``heads_BSHC``.
+
+    Saves only the tables for backward.
+    """
     n_rows = max(1, piece_bytes // (4 * heads_BSHC.shape[-2] * heads_BSHC.shape[-1]))
     return _Rotation.apply(heads_BSHC, cos_BSR, sin_BSR, n_rows)
 
 
 class _Rotation(Function):
-    """(heads, cosines, sines, rows of a piece) -> turned heads. The gradient is turned back by the same angles."""
+    """(heads, cosines, sines, rows of a piece) -> rotated heads. The gradient is rotated back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int) -> Tensor:  # type: ignore[override]
@@ -124,9 +127,9 @@ class _Rotation(Function):
 
 
 def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
-    """Heads turned by the angles, or with ``sign`` -1 back."""
+    """Heads rotated by the angles, or with ``sign`` -1 rotated back."""
     heads_NHC, n_turning = heads_BSHC.flatten(0, 1), 2 * cos_BSR.shape[-1]
-    tables_BSR = (each.expand(*heads_BSHC.shape[:2], -1) for each in (cos_BSR, sin_BSR))  # one row may serve all
+    tables_BSR = (each.expand(*heads_BSHC.shape[:2], -1) for each in (cos_BSR, sin_BSR))  # their batch may be 1
     cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in tables_BSR)
     out_NHC = torch.empty_like(heads_NHC, memory_format=torch.contiguous_format)
     for part in pieces(len(heads_NHC), n_rows):
@@ -140,17 +143,17 @@ def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign
 
 
 def factor_of(weight_D: Tensor, *, adds_one: bool) -> Tensor:
-    """What a unit row is multiplied by, in fp32."""
+    """The factor of a normed row, in fp32: the weight, or one plus the weight."""
     return 1 + weight_D.float() if adds_one else weight_D.float()
 
 
 def pieces(n: int, n_rows: int) -> Iterator[slice]:
-    """Slices of ``n`` rows, ``n_rows`` at a time."""
+    """Slices that cover ``n`` rows, at most ``n_rows`` each."""
     return (slice(begin, min(n, begin + n_rows)) for begin in range(0, n, n_rows))
 
 
 def widened(rows_ND: Tensor, name: str = "norm: wide") -> Tensor:
-    """In fp32: themselves, or in memory that the next piece takes."""
+    """The rows in fp32: themselves, or a copy in scratch memory that the next call with this name overwrites."""
     if rows_ND.dtype == torch.float32:
         return rows_ND
     return SCRATCH.take(name, rows_ND.shape, rows_ND.new_empty((), dtype=torch.float32)).copy_(rows_ND)

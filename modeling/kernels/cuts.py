@@ -106,7 +106,7 @@ class Cuts:
         return self.last.of(rows_RI, lambda: self.make(cut, rows_RI, rows_vary=True))
 
     def of_rows_across(self, rows_RI: Tensor) -> Cut:
-        """The same for the gradient by a weight: (I, R), as ``of_gradient_across``."""
+        """The rows for the gradient by a weight: transposed to (I, R), filled up to whole units, quantized along R."""
         return self.last_across.of(rows_RI, lambda: self.of_gradient_across(rows_RI))
 
     def of_gradient(self, grad_RO: Tensor) -> Cut:

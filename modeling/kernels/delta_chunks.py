@@ -1,7 +1,8 @@
-"""What the gated delta rule (modeling.kernels.gated_delta) makes of each chunk of tokens by itself.
+"""The part of the gated delta rule (modeling.kernels.gated_delta) that is computed within each chunk of tokens.
 
-A token's writing is what its value differs from what stands under its key, and that is of the matrix before the chunk
-and of all that the chunk's earlier tokens wrote: a triangular system (Yang et al. 2024, arXiv:2412.06464, section 3.3).
+A token writes the difference between its value and what the state holds for its key. The state has what was there
+before the chunk and what the chunk's earlier tokens wrote, so that a chunk is a triangular system (Yang et al. 2024,
+arXiv:2412.06464, section 3.3).
 
 Shape letters: B batch, S sequence, G key heads, R value heads of one key head, H = G * R value heads, C channels of a
 key, W of a value, N chunks, n tokens of a chunk.
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as there
+LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in the authors' code
 
 
 class Chunks(NamedTuple):
@@ -23,27 +24,27 @@ class Chunks(NamedTuple):
     k: Tensor  # (n, C), of unit length
     v: Tensor  # (n, W)
     writing: Tensor  # (n,)
-    is_earlier: Tensor  # bool (n, n), of all chunks: the token itself, too
-    between: Tensor  # (n, n): how much of what the second wrote is left at the first; 0 across documents and backwards
-    seen: Tensor  # (n, n): between, times q of the first and k of the second
-    met: Tensor  # the same with k of both
-    enters: Tensor  # (n,): how much of the matrix before the chunk is left at each token
-    leaves: Tensor  # (n,): how much of what each token writes is left at the chunk's end
-    solved: Tensor  # (n, W + C): what each writes if there is no matrix before; and what it reads of that matrix
+    is_earlier: Tensor  # bool (n, n), the same for all chunks: the second token is not after the first
+    between: Tensor  # (n, n): the share of the second's writing left at the first; 0 if later or in another document
+    seen: Tensor  # (n, n): between, times the product of the first's q and the second's k
+    met: Tensor  # (n, n): between, times the product of both tokens' k
+    enters: Tensor  # (n,): the share of the state before the chunk that is left at each token
+    leaves: Tensor  # (n,): the share of each token's writing that is left at the chunk's end
+    solved: Tensor  # (n, W + C): what each token writes if the state before is zero; the key it reads that state with
 
     @property
     def asking(self) -> Tensor:
-        """(n, C): what each token asks the matrix before the chunk."""
+        """(n, C): the query with which each token reads the state before the chunk."""
         return self.q * self.enters[..., None]
 
     @property
     def putting(self) -> Tensor:
-        """(n, C): under which key the matrix after the chunk has what each token writes."""
+        """(n, C): the key under which each token's writing stands in the state after the chunk."""
         return self.k * self.leaves[..., None]
 
     @property
     def stays(self) -> Tensor:
-        """(1, 1): how much of the matrix before the chunk is left after it."""
+        """(1, 1): the share of the state before the chunk that is left after it."""
         return self.enters[..., -1, None, None]
 
 
@@ -56,7 +57,10 @@ def chunks(
     positions_BS: Tensor,
     chunk: int,
 ) -> Chunks:
-    """Of the rule's arguments, as of ``gated_delta.continued``: what fills the last chunk writes and fades nothing."""
+    """What is computed within each chunk, from the arguments of the rule (``gated_delta.continued``).
+
+    The padding of the last chunk writes nothing and lets nothing decay.
+    """
     seq_len, n_keys, n_channels = k_BSGC.shape[1:]
     n = min(chunk, seq_len)
     q, k = (chunks_of(unit(each.float()), n, n_keys) for each in (q_BSGC, k_BSGC))
@@ -66,7 +70,7 @@ def chunks(
     firsts_BS = F.pad(positions_BS == 0, (0, -seq_len % n))
     document = firsts_BS.unflatten(1, (-1, n)).long().cumsum(-1)[:, None, None]  # 0: of the chunk before
     is_earlier = torch.ones(n, n, dtype=torch.bool, device=v.device).tril()
-    # no torch.cumsum: it has no fixed order on CUDA, and is refused there where one is asked for
+    # Not torch.cumsum: on CUDA it is not deterministic, and raises an error where determinism is asked for.
     faded = fading @ is_earlier.T.float()
     meets = is_earlier & (document[..., :, None] == document[..., None, :])
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(~meets, float("-inf")).exp()
@@ -81,9 +85,9 @@ def chunks(
 
 
 def matrices(made: Chunks, state_BHCW: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The matrix before each chunk and after the last (B * H, N + 1, C, W); what each token writes (B, G, R, N, n, W).
+    """The state before each chunk and after the last (B * H, N + 1, C, W); and each token's writing (B, G, R, N, n, W).
 
-    ``state_BHCW``: the matrices before the first chunk; None: zeros.
+    ``state_BHCW`` is the state before the first chunk; None means zeros.
     """
     width = made.v.shape[-1]
     written, read = made.solved.flatten(0, 2).split([width, made.k.shape[-1]], dim=-1)
@@ -99,19 +103,19 @@ def matrices(made: Chunks, state_BHCW: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def chunks_of(heads_BSHX: Tensor, n: int, n_keys: int) -> Tensor:
-    """(B, G, R, N, n, X): the heads of each key head, in chunks of n tokens, the last one filled with zeros.
+    """(B, G, R, N, n, X): the heads of each key head in chunks of n tokens, the last one filled up with zeros.
 
-    Contiguous: whatever is made of tensors that lie otherwise lies as they do, and takes thrice the time on a CPU.
+    Contiguous, since results would inherit any other memory layout, and take three times as long on a CPU.
     """
     padded_BSHX = F.pad(heads_BSHX, (0, 0, 0, 0, 0, -heads_BSHX.shape[1] % n))
     return padded_BSHX.unflatten(2, (n_keys, -1)).unflatten(1, (-1, n)).permute(0, 3, 4, 1, 2, 5).contiguous()
 
 
 def in_rows(by_chunk: Tensor, seq_len: int) -> Tensor:
-    """What ``chunks_of`` gives, or a number for each token as (..., n, 1), back as (B, S, heads, X)."""
+    """The inverse of ``chunks_of``: (B, S, heads, X). A number for each token comes as (..., n, 1)."""
     return by_chunk.flatten(3, 4).flatten(1, 2)[:, :, :seq_len].transpose(1, 2)
 
 
 def unit(heads: Tensor) -> Tensor:
-    """Vectors of the last dim, made of unit length."""
+    """The vectors along the last dim, scaled to unit length."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPS)

@@ -35,7 +35,10 @@ class Fp8Products:
     """``Products`` with factors of 8 bits. Rows and weights are bf16."""
 
     def __init__(self, fuse: Fuse = plainly, *, keeps_weights: bool = False) -> None:
-        """As ``Cuts``."""
+        """``fuse`` computes the quantization.
+
+        ``keeps_weights`` keeps quantized weights until they change (``Cuts``).
+        """
         self.cuts = Cuts(fuse, keeps_weights=keeps_weights)
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

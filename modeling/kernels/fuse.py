@@ -125,7 +125,7 @@ def is_linear(function: Callable[..., Any]) -> bool:
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that is one kernel as it is, and comes to ``fuse`` only for recomputation to see it."""
+    """Marks a function that is one kernel already, and is called by ``fuse`` only for recomputation to see it."""
     function.is_never_compiled = True  # type: ignore[attr-defined]
     return function
 
@@ -251,7 +251,10 @@ def values(function: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..
 def gradients(
     function: Callable[..., Any], numbers: dict[str, Any], wanted: tuple[int, ...], n_tensors: int
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """(*n_tensors tensors, *gradients by the function's values) -> the gradients by those in the places ``wanted``."""
+    """(*n_tensors tensors, *gradients by the function's values) -> the gradients by the tensors ``wanted``.
+
+    ``wanted`` has the tensors' places.
+    """
     own = getattr(function, "rows_meet", None)
 
     def compute(*given: Tensor) -> tuple[Tensor, ...]:

@@ -26,10 +26,11 @@ from modeling.kernels.rerun import Cuts, rerun
 
 
 class RuleSizes(NamedTuple):
-    """How the rule is cut, which changes no value but by rounding."""
+    """The sizes of the rule's chunks and pieces, which change its values only by rounding."""
 
     chunk: int = CHUNK  # tokens of one triangular system
-    piece_bytes: int = PIECE_BYTES  # on a CPU: of a tensor of a number for each two tokens of a chunk, computed at once
+    # on a CPU, for one piece of heads: the size of a tensor with a number for each pair of a chunk's tokens
+    piece_bytes: int = PIECE_BYTES
 
 
 def gated_delta(
@@ -43,9 +44,9 @@ def gated_delta(
 ) -> Tensor:
     """Each token's o (B, S, H, W), in the dtype of ``v_BSHW``. ``fading_BSH`` is g, ``writing_BSH`` is b, both fp32.
 
-    Value heads share keys in order. Computed in fp32; keeps its inputs for the backward pass, and nothing else
-    (modeling.kernels.delta_gradients). On CUDA in 16 bits flash-linear-attention's kernels do it where they are
-    installed (``fused_delta``); on a CPU some heads of a sequence at a time.
+    Consecutive value heads share a key head. Computed in fp32; only the inputs are saved for the backward pass
+    (modeling.kernels.delta_gradients). On CUDA in 16 bits flash-linear-attention's kernels compute it where they are
+    installed (``fused_delta``). On a CPU it is computed for some heads of one sequence at a time.
     """
     sizes = sizes or RuleSizes()
     given = (q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH)
@@ -56,7 +57,7 @@ def gated_delta(
 
 
 def cuts_of(k_BSGC: Tensor, v_BSHW: Tensor, sizes: RuleSizes) -> Cuts:
-    """Pieces of one sequence: so many key heads, and their value heads, that a tensor of squares fits piece_bytes."""
+    """Pieces of one sequence's key heads, with their value heads, so that a tensor of squares fits into piece_bytes."""
     batch, seq_len, n_keys, _ = k_BSGC.shape
     shared = v_BSHW.shape[2] // n_keys
     n_heads = max(1, sizes.piece_bytes // (4 * shared * seq_len * min(sizes.chunk, seq_len)))
@@ -70,7 +71,7 @@ def cuts_of(k_BSGC: Tensor, v_BSHW: Tensor, sizes: RuleSizes) -> Cuts:
 
 
 def by_chunks(*given: Any) -> Tensor:
-    """``gated_delta`` in torch's operations. Arguments as of ``continued``."""
+    """The rule's output by torch's operations. Its arguments are those of ``continued`` after the state."""
     out_BSHW, _ = continued(None, *given)
     return out_BSHW
 
@@ -85,11 +86,11 @@ def continued(
     positions_BS: Tensor,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """The rule over tokens that continue a sequence: o (B, S, H, W), and the matrices (B, H, C, W), fp32, at its end.
+    """The rule over tokens that continue a sequence: o (B, S, H, W), and the state (B, H, C, W), fp32, at its end.
 
-    Not differentiable: memory is written in place. ``gated_delta`` is.
+    ``state_BHCW`` is the state at the end of the tokens before; None means that there were none.
 
-    ``state_BHCW``: the matrices at the end of the tokens before; None: there were none.
+    Not differentiable, since memory is written in place; ``gated_delta`` is.
     """
     made = chunks(q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH, positions_BS, chunk)
     states, new = matrices(made, state_BHCW)

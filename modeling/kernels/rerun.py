@@ -1,4 +1,4 @@
-"""Functions that keep what they are given for the backward pass, and nothing else: that computes them again."""
+"""Functions that save only their arguments for the backward pass, which computes the rest again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +10,10 @@ from torch.autograd import Function
 
 
 class Cuts(NamedTuple):
-    """A function of pieces of its arguments, whose values are pieces of the whole value, in place of one call."""
+    """How to call a function on pieces of its arguments instead of once, each giving a piece of the value."""
 
-    pieces: Sequence[tuple[Any, ...]]  # of each: an index for each argument that is cut, in order; the others follow
-    shaped_as: int  # the argument of which the value has the shape, dtype and cuts
+    pieces: Sequence[tuple[Any, ...]]  # each: an index for each of the leading arguments; the others are passed whole
+    shaped_as: int  # the number of the argument whose shape, dtype and pieces the value has
 
 
 # (arguments, numbers of those by which it is differentiated, the value's gradient) -> their gradients
@@ -23,9 +23,9 @@ Backward = Callable[[Sequence[Any], Sequence[int], Tensor], tuple[Tensor, ...]]
 def rerun(
     function: Callable[..., Tensor], *arguments: Any, cuts: Cuts | None = None, backward: Backward | None = None
 ) -> Tensor:
-    """``function(*arguments)``; its gradients are of a second run, within the backward pass, or what ``backward`` says.
+    """``function(*arguments)``, whose gradients come from a second run in the backward pass, or from ``backward``.
 
-    With ``cuts`` both go piece by piece; pieces by which it is differentiated do not overlap.
+    With ``cuts`` both passes go piece by piece. Pieces of the arguments that are differentiated by must not overlap.
     """
     if not torch.is_grad_enabled():
         return run(function, arguments, cuts)
@@ -33,7 +33,7 @@ def rerun(
 
 
 def run(function: Callable[..., Tensor], arguments: Sequence[Any], cuts: Cuts | None) -> Tensor:
-    """The value, whole."""
+    """The function's whole value, computed piece by piece if there are ``cuts``."""
     if cuts is None:
         return function(*arguments)
     made = torch.empty_like(arguments[cuts.shaped_as], memory_format=torch.contiguous_format)
@@ -43,12 +43,12 @@ def run(function: Callable[..., Tensor], arguments: Sequence[Any], cuts: Cuts | 
 
 
 def cut(arguments: Sequence[Any], piece: tuple[Any, ...]) -> list[Any]:
-    """The arguments of one piece."""
+    """The function's arguments for one piece."""
     return [each[index] for each, index in zip(arguments, piece, strict=False)] + list(arguments[len(piece) :])
 
 
 class _Rerun(Function):
-    """(function, cuts, backward, *arguments) -> the function's value. What is no tensor is kept as it is."""
+    """(function, cuts, backward, *arguments) -> the function's value. Arguments may be other things than tensors."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -62,7 +62,7 @@ class _Rerun(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = iter(ctx.saved_tensors)  # recomputation gives them once
+        saved = iter(ctx.saved_tensors)  # read only once, as recomputation requires
         arguments = [next(saved) if is_one else each for is_one, each in zip(ctx.is_tensor, ctx.others, strict=True)]
         wanted = [number for number, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
         found: list[Tensor | None] = [None] * len(arguments)
@@ -83,7 +83,7 @@ class _Rerun(Function):
 def gradients(
     function: Callable[..., Tensor], arguments: Sequence[Any], wanted: Sequence[int], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Those by the arguments of the numbers ``wanted``, of a run of the function."""
+    """The gradients by the arguments whose numbers are in ``wanted``, by running the function again."""
     given = list(arguments)
     for number in wanted:
         given[number] = given[number].detach().requires_grad_()

@@ -1,6 +1,6 @@
-"""The router's logits: a product in fp32 of hidden states and weights that may have fewer bits.
+"""The router's logits: a product in fp32 of hidden states and weights that may be in 16 bits.
 
-Shape letters: T tokens, D d_model, E experts, I what is summed over, O columns of the result.
+Shape letters: T tokens, D d_model, E experts, I the dim that is summed over, O columns of the result.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from modeling.kernels.by_rows import widened
 class RouterLogits(Function):
     """(hidden_TD, weight_ED) -> hidden_TD @ weight_ED.T in fp32 (T, E). Gradients are computed in fp32, rounded once.
 
-    Saved are both as they are, and widened again in the backward pass: autograd itself would keep the hidden states in
-    32 bits, beside the 16 bits that the experts keep.
+    Both are saved as they are, and widened again in the backward pass: autograd itself would keep the hidden states in
+    fp32 as well, beside the 16 bits that the experts keep.
     """
 
     @staticmethod
@@ -35,14 +35,14 @@ class RouterLogits(Function):
 
 
 def in_fp32(hidden_TD: Tensor) -> Tensor:
-    """The hidden states in fp32, for one product: on a CPU in memory that is kept, for pages of new one are faults."""
+    """The hidden states in fp32, for one product. On a CPU in scratch memory, since pages of new memory are faults."""
     return widened(hidden_TD, "router: hidden") if hidden_TD.is_cpu else hidden_TD.float()
 
 
 def product(left_TI: Tensor, right_OI: Tensor) -> Tensor:
-    """left_TI @ right_OI.T in fp32. On a CPU by oneDNN: torch itself asks MKL, which is slow on processors of AMD.
+    """left_TI @ right_OI.T in fp32. On a CPU by oneDNN, since torch itself uses MKL, which is slow on AMD's processors.
 
-    oneDNN's operator takes no empty matrix, and a torch without oneDNN has none.
+    oneDNN's operator takes no empty matrix, and builds of torch without oneDNN lack it.
     """
     if left_TI.is_cpu and left_TI.numel() and right_OI.numel() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return torch.ops.mkldnn._linear_pointwise(left_TI, right_OI, None, "none", [], "")

@@ -1,7 +1,7 @@
-"""Memory that a kernel on a CPU fills and reads within one call, kept from call to call.
+"""Scratch memory for CPU kernels, kept from call to call.
 
-A new large tensor may cost more than what is computed into it: above its threshold glibc maps it afresh each time, and
-each page is a fault (docs/speed.md).
+A new large tensor may cost more than the computation into it: above a threshold glibc maps its memory afresh each time,
+and each page is a fault (docs/speed.md).
 """
 
 import math
@@ -10,13 +10,13 @@ import threading
 import torch
 from torch import Tensor, nn
 
-ROOM = 16  # a tensor is made larger than asked for by one part of so many, since sizes change from step to step
+ROOM = 16  # a tensor is made larger than asked for by 1 / ROOM, since sizes change from step to step
 
 
 class Scratch(threading.local):
-    """Tensors by name and dtype, of each thread its own. What one holds is lost when it is taken again.
+    """Scratch tensors by name and dtype, separate for each thread. Taking a name again overwrites its old contents.
 
-    So nothing of it may be returned, or saved for a backward pass. Fake tensors are not kept: they have no memory.
+    So no scratch tensor may be returned, or saved for a backward pass. Fake tensors are not kept: they have no memory.
 
         rows_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
     """
@@ -25,7 +25,7 @@ class Scratch(threading.local):
         self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous tensor of ``like``'s dtype on the CPU. What is in it is left from before."""
+        """A contiguous tensor of ``like``'s dtype on the CPU, with arbitrary contents."""
         if not is_real(like):
             return like.new_empty(shape)
         numel = math.prod(shape)
@@ -41,5 +41,5 @@ SCRATCH = Scratch()
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether it is no fake tensor or other subclass."""
+    """Whether it is a plain tensor or parameter, rather than a fake tensor or another subclass."""
     return type(tensor) in (Tensor, nn.Parameter)

@@ -1,6 +1,6 @@
-"""The short causal convolution of linear attention, which does not cross from one document into the next.
+"""The short causal convolution of linear attention, which stays within each document.
 
-Shape letters: B batch, S sequence, X channels, K tokens that one sees.
+Shape letters: B batch, S sequence, X channels, K tokens that one token sees.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from modeling.kernels.scratch import SCRATCH
 def short_convolution_by_channels(
     inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor, *, piece_bytes: int
 ) -> Tensor:
-    """``short_convolution`` on a CPU, some channels of a sequence at a time."""
+    """``short_convolution`` on a CPU, computed for some channels of one sequence at a time."""
     n_channels = max(1, piece_bytes // (4 * inputs_BSX.shape[1]))
     return _Convolution.apply(inputs_BSX, positions_BS, taps_XK, n_channels)
 
@@ -37,7 +37,7 @@ def convolution_gradients(
     for back in range(1, min(taps_XK.shape[1], inputs_BSX.shape[1])):
         later_BSX = by_sum_BSX[:, back:] * (positions_BS[:, back:] >= back)[..., None]
         by_inputs_BSX = by_inputs_BSX + F.pad(later_BSX * wide_XK[:, -1 - back], (0, 0, 0, back))
-        earlier_BSX = F.pad(wide_BSX[:, :-back], (0, 0, back, 0))  # sums over as many rows are one kernel
+        earlier_BSX = F.pad(wide_BSX[:, :-back], (0, 0, back, 0))  # sums over equally many rows share one kernel
         by_taps.append((by_sum_BSX * earlier_BSX * (positions_BS >= back)[..., None]).sum((0, 1)))
     by_taps += [torch.zeros_like(by_taps[0])] * (taps_XK.shape[1] - len(by_taps))
     return by_inputs_BSX.to(inputs_BSX.dtype), None, torch.stack(by_taps[::-1], dim=1).to(taps_XK.dtype)
@@ -46,15 +46,16 @@ def convolution_gradients(
 @rows_meet(convolution_gradients)
 @by_rows(short_convolution_by_channels)
 def short_convolution(inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor) -> Tensor:
-    """The silu of each channel's sum over the token itself (the last tap) and the K - 1 before it of its document.
+    """The silu of each channel's weighted sum over the token (the last tap) and up to K - 1 before it in its document.
 
-    Of the shape and dtype of ``inputs_BSX``, computed in fp32. ``positions_BS``: each token's place in its document.
+    Of the shape and dtype of ``inputs_BSX``, computed in fp32. ``positions_BS`` are the tokens' places in their
+    documents.
     """
     return F.silu(convolved(inputs_BSX, positions_BS, taps_XK)).to(inputs_BSX.dtype)
 
 
 def convolved(inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor) -> Tensor:
-    """The sums before silu, fp32."""
+    """The weighted sums before silu, fp32."""
     wide_BSX, wide_XK = inputs_BSX.float(), taps_XK.float()
     sum_BSX = wide_BSX * wide_XK[:, -1]
     for back in range(1, min(taps_XK.shape[1], inputs_BSX.shape[1])):
@@ -67,9 +68,9 @@ def convolved(inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor) -> Tens
 def continued_convolution(
     earlier_BKX: Tensor | None, inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The convolution of tokens that continue a sequence, and what the next ones need: its last K - 1 inputs.
+    """The convolution of tokens that continue a sequence, and the last K - 1 inputs, which the next call needs.
 
-    ``earlier_BKX``: what this function gave at the end of the tokens before; None: there were none.
+    ``earlier_BKX`` are those inputs as returned for the tokens before; None means that there were none.
     """
     n_kept = taps_XK.shape[1] - 1
     if earlier_BKX is None:
@@ -81,7 +82,7 @@ def continued_convolution(
 
 
 class _Convolution(Function):
-    """(inputs_BSX, positions_BS, taps_XK, channels of a piece) -> ``short_convolution`` of them."""
+    """(inputs_BSX, positions_BS, taps_XK, channels of a piece) -> their ``short_convolution``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -97,7 +98,7 @@ class _Convolution(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BSX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        inputs_BSX, positions_BS, taps_XK = ctx.saved_tensors  # recomputation gives them once
+        inputs_BSX, positions_BS, taps_XK = ctx.saved_tensors  # read only once, as recomputation requires
         wants_inputs, _, wants_taps, _ = ctx.needs_input_grad
         by_inputs_BSX = torch.empty_like(inputs_BSX, memory_format=torch.contiguous_format) if wants_inputs else None
         by_taps_XK = torch.zeros_like(taps_XK, dtype=torch.float32)
@@ -112,7 +113,7 @@ class _Convolution(Function):
 
 
 def rows_and_channels(inputs_BSX: Tensor, n_channels: int) -> Iterator[tuple[int, slice]]:
-    """Each sequence by itself, and of each so many channels at a time."""
+    """Each sequence by itself, and of it ``n_channels`` channels at a time."""
     batch, _, width = inputs_BSX.shape
     return ((row, part) for row in range(batch) for part in pieces(width, n_channels))
 
@@ -127,34 +128,41 @@ class Sum:
         self.is_seen_S1 = [(positions_S[back:] >= back)[:, None] for back in range(n_seen)]
 
     def take(self, name: str, inputs_SX: Tensor) -> Tensor:
-        """A tensor of that shape, fp32."""
+        """An fp32 scratch tensor of the shape of ``inputs_SX``."""
         return SCRATCH.take(
             f"convolution: {name}", tuple(inputs_SX.shape), inputs_SX.new_empty((), dtype=torch.float32)
         )
 
     def shifted(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(how far back, tap_X, the inputs so far back that are seen), but for the token itself: later is what sees."""
+        """Yields (how far back, tap_X, the inputs that far back), for all taps but the token's own.
+
+        The inputs are those that the tokens from ``how far back`` on see; where that would be another document they are
+        zero.
+        """
         for back, is_seen_S1 in enumerate(self.is_seen_S1[1:], 1):
             earlier_SX = self.inputs_SX[:-back]
             seen_SX = torch.mul(earlier_SX, is_seen_S1, out=self.take("seen", earlier_SX))
             yield back, self.taps_KX[-1 - back], seen_SX
 
     def before_silu(self) -> Tensor:
-        """The sums (S, X)."""
+        """The weighted sums (S, X)."""
         sum_SX = torch.mul(self.inputs_SX, self.taps_KX[-1], out=self.take("sum", self.inputs_SX))
         for back, tap_X, seen_SX in self.shifted():
             sum_SX[back:].addcmul_(seen_SX, tap_X)
         return sum_SX
 
     def by_itself(self, grad_SX: Tensor) -> Tensor:
-        """The gradient by the sums, of that by their silu: times p (1 + s (1 - p)) of a sum s and its sigmoid p."""
+        """The gradient by the sums, from that by their silu.
+
+        It is multiplied by p (1 + s (1 - p)), for a sum s and its sigmoid p.
+        """
         wide_SX, sum_SX = self.take("gradient", grad_SX).copy_(grad_SX), self.before_silu()
         share_SX = torch.sigmoid(sum_SX, out=self.take("seen", sum_SX))
         wide_SX.mul_(share_SX)
         return wide_SX.mul_(share_SX.mul_(-1).add_(1).mul_(sum_SX).add_(1))
 
     def add_by_taps(self, grad_SX: Tensor, by_taps_XK: Tensor) -> None:
-        """Adds the gradient by the taps."""
+        """Adds the gradient by the taps to ``by_taps_XK``."""
         product_SX = torch.mul(grad_SX, self.inputs_SX, out=self.take("product", grad_SX))
         by_taps_XK[:, -1] += product_SX.sum(0)
         for back, _, seen_SX in self.shifted():

@@ -1,4 +1,4 @@
-"""Attention piece by piece; scores may be capped, biased or joined by sinks, weights dropped. Forward and backward.
+"""Attention piece by piece, with capped or biased scores, sinks, and dropout of weights; forward and backward.
 
 Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head, N buckets of distances.
 """
@@ -21,50 +21,52 @@ from modeling.score_terms import ScoreTerms, biased, bucket_sums
 
 
 class Pairs(Protocol):
-    """What is known of a piece's pairs of queries and keys."""
+    """Gives the mask, and the buckets of distances, for the pairs of queries and keys of each piece."""
 
     def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
-        """What tells which keys a piece's queries see, the bias added, as ``attend_block`` takes it."""
+        """A function from a piece to its mask, the bias added, as ``attend_block`` takes it."""
         ...
 
     def buckets_of(self, piece: Piece) -> Tensor:
-        """The buckets of the distances between them, where there is a bias: int64 (B or 1, Q, K)."""
+        """The buckets of the distances between the piece's queries and keys, for a bias: int64 (B or 1, Q, K)."""
         ...
 
 
 class Bands(NamedTuple):
-    """Of all pieces at once: each has a corner (``Piece.of_band``) of what is made for the longest.
+    """The pairs of pieces of single documents: each takes a corner (``Piece.of_band``) of what is made for the longest.
 
-    ``mask`` is as ``attend_block`` takes it, and bool with ``buckets``, those of the distances of its pairs.
+    ``mask`` is what ``attend_block`` takes, or a bool mask together with ``buckets``, the buckets of its pairs'
+    distances.
     """
 
     mask: Tensor
     buckets: Tensor | None = None
 
     def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
-        """Corners of the mask, or of the sum of it and the bias."""
+        """A function from a piece to its corner of the mask, the bias added."""
         whole = self.mask
         if bias_HN is not None and self.buckets is not None:
             whole = biased(whole, bias_HN, self.buckets)
         return lambda piece: piece.of_band(whole)
 
     def buckets_of(self, piece: Piece) -> Tensor:
-        """A corner of the buckets."""
+        """The piece's corner of the buckets."""
         assert self.buckets is not None
         return piece.of_band(self.buckets)
 
 
 class Whole(NamedTuple):
-    """Of all queries and keys, from which each piece takes its own.
+    """The pairs of all queries and keys, of which each piece takes its part.
 
-    ``mask`` is as ``attend_block`` takes it, and bool (B, Q, S) with ``buckets``, those of the distances of its pairs.
+    ``mask`` is what ``attend_block`` takes, or a bool mask (B, Q, S) together with ``buckets``, the buckets of its
+    pairs' distances.
     """
 
     mask: Tensor
     buckets: Tensor | None = None
 
     def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
-        """The piece's part of the mask, the bias added."""
+        """A function from a piece to its part of the mask, the bias added."""
 
         def of_piece(piece: Piece) -> Tensor:
             seen = self.mask[..., piece.queries, piece.keys]
@@ -86,7 +88,7 @@ class RowPairs(NamedTuple):
     terms: ScoreTerms
 
     def added(self, bias_HN: Tensor | None) -> Callable[[Piece], Tensor]:
-        """The piece's mask, with slopes or the bias where there are such."""
+        """A function from a piece to its mask, with slopes or the bias if there are any."""
 
         def made(piece: Piece) -> Tensor:
             positions_BQ, positions_BK = self.of_piece(self.context.positions_BS, piece)
@@ -106,20 +108,20 @@ class RowPairs(NamedTuple):
 
     @staticmethod
     def of_piece(each_BS: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """The piece's queries' (B, Q) and keys' (B, K) of what each place of a row has."""
+        """The values of ``each_BS`` at the piece's queries (B, Q) and at its keys (B, K)."""
         return each_BS[piece.rows, piece.queries], each_BS[piece.rows, piece.keys]
 
 
 def term_attention(
     q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece], terms: ScoreTerms, pairs: Pairs
 ) -> Tensor:
-    """Attention's output (B, Q, H, C) to the keys that ``pairs`` show, and to the sinks; each query is in one piece.
+    """Attention's output (B, Q, H, C) to the keys that ``pairs`` show, and to the sinks. Each query is in one piece.
 
     Values have as many channels as keys. Where weights are dropped, queries and keys are those of whole samples.
 
-    On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times the time over packed
+    On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times as long over packed
     documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23), since it prepares a product for
-    each new shape. With AMX the forward pass is ``attend_narrowly``, where nothing is capped, dropped or joined.
+    each new shape. With AMX the forward pass is ``attend_narrowly``, unless there are a cap, dropout or sinks.
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
@@ -208,7 +210,8 @@ def attend_widely(
 def computed(heads: Tensor, name: str) -> Tensor:
     """Heads in the dtype in which they are computed with: on a CPU fp32.
 
-    Those of 16 bits are widened into memory that the next call of that name takes: new pages cost as much as the copy.
+    Those of 16 bits are copied into scratch memory that the next call with this name overwrites: pages of new memory
+    would cost as much as the copy.
     """
     if not heads.is_cpu or heads.dtype == torch.float32:
         return heads
@@ -223,7 +226,7 @@ def room_for(heads: Tensor, name: str) -> Tensor:
 
 
 def factors_of(dropout: ScoreDropout | None, piece: Piece, device: torch.device) -> Tensor | None:
-    """By what the weights of the piece's pairs are multiplied, where they are dropped."""
+    """Dropout's factors of the weights of the piece's pairs; None without dropout."""
     if dropout is None:
         return None
     of_rows = replace(dropout, seeds_B=dropout.seeds_B[piece.rows])

@@ -1,6 +1,6 @@
-"""Attention of pieces of documents to pieces of one block of keys, and its gradients; FlashAttention, or the formula.
+"""Attention of pieces of documents to pieces of one block of keys, and its gradients: FlashAttention, or the formula.
 
-What ring attention computes for each block of keys that passes by, all pieces in one call. Shape letters: T the queries
+Ring attention computes this for each block of keys that passes by, all pieces in one call. Shape letters: T the queries
 of all pieces, U the keys of all pieces, N pieces, Q queries and K keys of one piece, H heads, G key-value heads, C
 d_head.
 """
@@ -39,12 +39,12 @@ class Pieces:
 
 
 class PiecesKernel(NamedTuple):
-    """The two passes of one way of computing, which give tensors in the inputs' dtype (FlashAttention) or in fp32.
+    """One implementation's forward and backward pass. Results have the inputs' dtype (FlashAttention) or fp32.
 
-    ``forward(q_THC, k_UGC, v_UGC, pieces)`` gives (out_THC, lse_HT): each query's attention to the keys of its piece
+    ``forward(q_THC, k_UGC, v_UGC, pieces)`` returns (out_THC, lse_HT): each query's attention to the keys of its piece
     alone, and the log of its normalizer (fp32).
 
-    ``backward(grad_THC, q_THC, k_UGC, v_UGC, out_THC, lse_HT, pieces)`` gives these pieces' contributions to (dq_THC,
+    ``backward(grad_THC, q_THC, k_UGC, v_UGC, out_THC, lse_HT, pieces)`` returns these pieces' contributions to (dq_THC,
     dk_UGC, dv_UGC). ``out_THC`` (the queries' dtype) and ``lse_HT`` (fp32) are those of the queries' attention to all
     their keys, not of the pieces: exp(score - lse) is then the true weight of a key (FlashAttention-2,
     arXiv:2307.08691, section 3.1).
@@ -55,23 +55,24 @@ class PiecesKernel(NamedTuple):
 
 
 def fits_pieces(terms: ScoreTerms) -> bool:
-    """Whether the kernels here know all that is done to the scores.
+    """Whether these kernels can compute all that ``terms`` does to the scores.
 
-    Sinks may be there: they join when a query has met all its keys, and its weights then follow from the log-sum-exp
-    with the sink in it.
+    Sinks are allowed: they are added once a query has met all its keys, and the backward pass takes them in through the
+    log-sum-exp.
     """
     return terms.alibi is None and not terms.needs_formula
 
 
 def fits_flash(q: Tensor) -> bool:
-    """Whether FlashAttention takes such heads: on CUDA, in half precision, and not too wide."""
+    """Whether FlashAttention takes these heads: on CUDA, in half precision, of at most FLASH_CHANNELS channels."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= FLASH_CHANNELS
 
 
 def flash_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """By FlashAttention (CUDA, bf16 or fp16): the operator that torch's own ``varlen_attn`` calls, which keeps the lse.
+    """The forward pass by FlashAttention (CUDA, bf16 or fp16).
 
-    Heads whose channels fill no whole units of FLASH_UNIT are filled up with zeros, which change no score.
+    It calls the operator below torch's own ``varlen_attn``, to get the log-sum-exp. Heads are filled up with zeros to
+    whole units of FLASH_UNIT channels, which changes no score.
     """
     n_channels, scale = v_UGC.shape[-1], q_THC.shape[-1] ** -0.5
     q_THC, k_UGC, v_UGC = (_in_units(heads) for heads in (q_THC, k_UGC, v_UGC))
@@ -98,9 +99,9 @@ def flash_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -
 def flash_backward(
     grad_THC: Tensor, q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, out_THC: Tensor, lse_HT: Tensor, pieces: Pieces
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By FlashAttention's backward operator, which reads ``lse_HT`` as it lies in memory.
+    """The backward pass by FlashAttention's operator, which reads ``lse_HT`` as it lies in memory.
 
-    Without dropout it reads neither the random state nor the argument behind it: they have the shapes that torch's own
+    Without dropout it reads neither the random state nor the argument after it: these have the shapes that torch's own
     ``varlen_attn`` gives them, and no values.
     """
     n_channels, scale = q_THC.shape[-1], q_THC.shape[-1] ** -0.5
@@ -132,11 +133,11 @@ def flash_backward(
 
 
 def flash_lengths(pieces: Pieces) -> tuple[int, int]:
-    """(longest queries, longest keys), as the operators are told of them; they may be larger than any piece.
+    """(longest queries, longest keys) as given to the operators; they may be larger than in any piece.
 
-    With one query as the longest, FlashAttention 2 lays grouped heads otherwise (``seqlenq_ngroups_swapped``), so two
-    are named. And where the left is limited and the right is not, it takes the longest keys as the limit on the right,
-    which would hide keys from the first queries of a piece that has more queries than any has keys.
+    With one query as the longest, FlashAttention 2 lays out grouped heads differently (``seqlenq_ngroups_swapped``), so
+    at least two are given. And where the left is limited and the right is not, it takes the longest keys as the limit
+    on the right, which would hide keys from the first queries of a piece that has more queries than any has keys.
     """
     longest_queries = max(2, pieces.longest_queries)
     is_open_on_the_right = pieces.left >= 0 and pieces.right < 0
@@ -144,7 +145,10 @@ def flash_lengths(pieces: Pieces) -> tuple[int, int]:
 
 
 def _is_causal(pieces: Pieces) -> bool:
-    """As torch's ``varlen_attn`` tells the operators: with a limited left, the limits alone say it."""
+    """The operators' flag for causal attention.
+
+    As in torch's ``varlen_attn``, with a limited left the limits alone say it.
+    """
     return pieces.left < 0 and pieces.right == 0
 
 
@@ -153,7 +157,7 @@ def _in_units(heads: Tensor) -> Tensor:
 
 
 def plain_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """By the formula in fp32, piece by piece, on any device: what the other way has to equal. Waits for the device."""
+    """The forward pass by the formula in fp32, piece by piece, on any device: the reference. Waits for the device."""
     found = [
         attend_plain(q_THC[None, queries], k_UGC[None, keys], v_UGC[None, keys], mask_1QK)
         for queries, keys, mask_1QK in _each(pieces)
@@ -164,7 +168,7 @@ def plain_forward(q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, pieces: Pieces) -
 def plain_backward(
     grad_THC: Tensor, q_THC: Tensor, k_UGC: Tensor, v_UGC: Tensor, out_THC: Tensor, lse_HT: Tensor, pieces: Pieces
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By the formula in fp32, piece by piece, on any device. Waits for the device."""
+    """The backward pass by the formula in fp32, piece by piece, on any device. Waits for the device."""
     found = []
     for queries, keys, mask_1QK in _each(pieces):
         seen = (q_THC[None, queries], k_UGC[None, keys], v_UGC[None, keys])
