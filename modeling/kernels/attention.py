@@ -1,4 +1,4 @@
-"""Attention cores for packed documents: causal within each document, optionally within a sliding window.
+"""Attention over packed documents on one device: causal within each document, optionally within a sliding window.
 
 Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head.
 """
@@ -23,9 +23,10 @@ from modeling.pieces import QUERY_BLOCK, query_pieces
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 ROW_CHANNELS = 128  # of a head, at most, in cuDNN's kernel for whole rows; a head has whole FLASH_UNITs there
-# Tokens. It builds a graph for each length of rows, and evaluation has hundreds of lengths.
+# Tokens. That kernel is used only for lengths that are a multiple of this: it builds a graph for each length of rows,
+# and evaluation has hundreds of lengths.
 ROW_MULTIPLE = 128
-ROW_SCORES = 2**26  # 256 MiB in fp32, of which the backward pass has some six at once
+ROW_SCORES = 2**26  # scores at once: 256 MiB in fp32, about six of which exist in the backward pass
 ROW_UNIT = 128  # queries
 ROW_GENERATIONS = (9, 10)  # of compute capability: Hopper and Blackwell in data centers
 
@@ -40,15 +41,16 @@ def attend(
     *,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Attention's output (B, S, H, C), by the fastest kernel that fits the device, the dtype and the scores' terms.
+    """Attention's output (B, S, H, C), by the fastest kernel for the device, the dtype and the scores' ``terms``.
 
-    On a CPU each document is attended to by itself, in pieces of at most ``block`` queries. CUDA in half precision
-    takes variable-length flash attention, which knows heads of up to ``FLASH_CHANNELS``, and since Hopper cuDNN's
-    kernel where each row is one document (``fits_rows``). None of them forms a mask of a row's pairs; everything
-    else takes ``masked_attention``. Of terms flash attention's log-sum-exp takes sinks, and slopes ride in further
-    channels (``with_slopes``): with others, on CUDA, B * S * S numbers of a mask are made once for all layers of one
-    window, and fp32 scores in each layer, at most ``ROW_SCORES`` at a time: where there are more, rows are cut into
-    pieces, which make no mask of a whole row and leave out the keys that none of a piece's queries sees.
+    - On a CPU each document is attended to by itself, in pieces of at most ``block`` queries.
+    - CUDA in half precision takes variable-length FlashAttention, for heads of up to ``FLASH_CHANNELS``; and since
+      Hopper cuDNN's kernel where each row is one document (``fits_rows``). Sinks are added through FlashAttention's
+      log-sum-exp, and ALiBi's slopes as further channels (``with_slopes``).
+    - Everything else takes ``masked_attention``. Its mask of B * S * S numbers is made once for all layers of one
+      window. Terms that need the plain formula make fp32 scores in each layer; where these would be more than
+      ``ROW_SCORES``, rows are cut into pieces, which need no mask of a whole row and leave out keys that none of a
+      piece's queries sees.
     """
     if q_BSHC.is_cpu:
         return document_attention(q_BSHC, k_BSGC, v_BSGC, context, window, terms, block)
@@ -75,7 +77,7 @@ def attend(
 def plain_attention(
     q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, context: Context, window: int | None, scale: float | None = None
 ) -> Tensor:
-    """Attention's output (B, S, H, C) on CUDA in half precision, where scaled products are all there is of scores."""
+    """Attention's output (B, S, H, C) on CUDA in half precision, where nothing is done to scores but scaling."""
     sees_all = window is None or window >= q_BSHC.shape[1]
     if sees_all and context.rows_are_documents and fits_rows(q_BSHC, v_BSGC):
         return row_attention(q_BSHC, k_BSGC, v_BSGC, scale)
@@ -91,9 +93,9 @@ def document_attention(
     terms: ScoreTerms = NO_TERMS,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Attention's output (B, S, H, C), piece by piece of each document: it costs what the documents cost.
+    """Attention's output (B, S, H, C), piece by piece of each document, so that its cost is that of the documents.
 
-    Padding attends to the padding before it; nobody looks at what comes out there.
+    Padding attends to the padding before it; its output is not used.
     """
     band = context.band(window, block, terms.alibi, terms.buckets)
     wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
@@ -102,7 +104,7 @@ def document_attention(
 
 
 def row_block(q_BQHC: Tensor, n_keys: int) -> int:
-    """Queries of one piece of rows: as many as have no more than ROW_SCORES scores, in whole ROW_UNITs."""
+    """The number of queries in one piece of rows: at most ROW_SCORES scores, in whole ROW_UNITs, at least one unit."""
     batch, _, n_heads, _ = q_BQHC.shape
     return max(ROW_UNIT, ROW_SCORES // (batch * n_heads * n_keys) // ROW_UNIT * ROW_UNIT)
 
@@ -132,8 +134,8 @@ def masked_attention(
 ) -> Tensor:
     """Attention's output (B, Q, H, C) to the keys that ``mask`` shows, and to the sinks where there are any.
 
-    ``mask``: bool (B, Q, S), or fp32 (B, H, Q, S), which is added to the scores and is -inf where a key is not seen: it
-    holds the slopes of ``terms``. ``buckets_BQS``: those of ``terms.buckets_of`` these pairs.
+    ``mask`` is bool (B, Q, S), or fp32 (B, H, Q, S), added to the scores, -inf where a key is hidden, and including the
+    slopes of ``terms``. ``buckets_BQS`` are the buckets of these pairs' distances (``terms.buckets_of``).
     """
     if terms.sinks_H is not None or terms.needs_formula:
         wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
@@ -150,11 +152,12 @@ def masked_attention(
 
 
 def fits_rows(q_BSHC: Tensor, v_BSGC: Tensor) -> bool:
-    """Whether cuDNN's kernel for whole rows is to be taken: for such heads, rows and GPUs, and sums in any order.
+    """Whether to use cuDNN's kernel for whole rows: it takes these heads and rows on this GPU, and is wanted.
 
     On an H200 (torch 2.11, cuDNN 9.19, one row of 8,192 tokens, 32 heads of 128 channels) it reached 589 and 481
-    TFLOP/s forward and backward, FlashAttention 2 313 and 284. Its backward pass sums in an order that varies; and who
-    has put another FlashAttention in the place of torch's own wants that one.
+    TFLOP/s forward and backward, FlashAttention 2 313 and 284. It is not wanted where results must be deterministic,
+    since its backward pass sums in an order that varies, nor where the user has replaced torch's own FlashAttention by
+    another.
     """
     seq_len, width = q_BSHC.shape[1], q_BSHC.shape[-1]
     knows = width == v_BSGC.shape[-1] and width <= ROW_CHANNELS and width % FLASH_UNIT == 0
@@ -165,7 +168,10 @@ def fits_rows(q_BSHC: Tensor, v_BSGC: Tensor) -> bool:
 
 @functools.cache
 def has_fast_rows(device: torch.device) -> bool:
-    """Whether cuDNN is there, and a GPU whose tensor cores FlashAttention 2 does not know. Fake tensors have both."""
+    """Whether there are cuDNN and a GPU whose tensor cores FlashAttention 2 does not fully use.
+
+    True without CUDA, where only fake tensors come here.
+    """
     if not torch.cuda.is_available():
         return True
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] in ROW_GENERATIONS
@@ -174,8 +180,8 @@ def has_fast_rows(device: torch.device) -> bool:
 def row_attention(q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, scale: float | None = None) -> Tensor:
     """Attention's output (B, S, H, C) where each row is one document, by cuDNN (CUDA, bf16 or fp16).
 
-    The operator that torch's scaled_dot_product_attention calls: which of its backends may be taken is a setting of the
-    whole process there.
+    It calls the operator below torch's scaled_dot_product_attention, whose choice of backends is a setting of the whole
+    process.
     """
     q_BHSC, k_BGSC, v_BGSC = (heads.transpose(1, 2) for heads in (q_BSHC, k_BSGC, v_BSGC))
     out_BHSC, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -189,7 +195,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attention's output by FlashAttention over the documents' boundaries (CUDA, bf16 or fp16).
 
-    Heads whose channels fill no whole units of FLASH_UNIT are filled up with zeros, which change no score.
+    Heads are filled up with zeros to whole units of FLASH_UNIT channels, which changes no score.
     """
     varlen_attn, options = varlen_kernel(grouped=q_BSHC.shape[2] != k_BSGC.shape[2])
     n_channels, scale = v_BSGC.shape[-1], scale_of(q_BSHC, scale)
@@ -214,14 +220,14 @@ def varlen_attention(
 
 
 def scale_of(q_BSHC: Tensor, scale: float | None) -> float:
-    """By what products are multiplied, unless told otherwise: the queries' width to the power of -1/2."""
+    """The factor of the products of queries and keys: ``scale``, or else the queries' width to the power of -1/2."""
     return q_BSHC.shape[-1] ** -0.5 if scale is None else scale
 
 
 def varlen_kernel(*, grouped: bool) -> tuple[Callable[..., Tensor], dict[str, bool]]:
-    """The kernel for documents of various lengths, and the options by which it takes ``grouped`` key-value heads.
+    """torch's variable-length attention, and the options with which it takes ``grouped`` key-value heads.
 
-    From torch 2.12 on it wants to be told of them; that of 2.11 takes them as they come, and knows no option for it.
+    From torch 2.12 on grouped heads need an option, which 2.11 does not have.
     """
     from torch.nn.attention import varlen
 

@@ -32,7 +32,7 @@ def by_rows(twin: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
 
 @dataclass(frozen=True)
 class ByRows:
-    """A ``modeling.kernels.fuse.Fuse`` for CPUs: functions that have a twin go by rows, all others as they are."""
+    """A ``modeling.kernels.fuse.Fuse`` for CPUs: calls a function's twin by rows if it has one, else the function."""
 
     piece_bytes: int = PIECE_BYTES
 

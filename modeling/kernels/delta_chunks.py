@@ -18,7 +18,10 @@ LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in the 
 
 
 class Chunks(NamedTuple):
-    """What the rule makes of each chunk by itself, (B, G, 1 or R, N, ...), fp32: a key head beside its value heads."""
+    """What is computed within each chunk, (B, G, 1 or R, N, ...), fp32.
+
+    Tensors of a key head have 1 in place of R, its number of value heads.
+    """
 
     q: Tensor  # (n, C), of unit length over sqrt(C)
     k: Tensor  # (n, C), of unit length

@@ -1,10 +1,10 @@
-"""Functions that torch compiles, called past torch's own wrapper where such sizes have come before.
+"""Compiled functions, called past torch's own wrapper where the same sizes have been seen before.
 
-What `torch.compile` returns finds the compiled code anew in each call, by guards, and enters and leaves its compiler's
-state: 45 microseconds of the host for a gate of SwiGLU on a CPU (torch 2.13, AMD EPYC), of which the code that it
-finds takes 8, and more on hosts of GPUs, which then wait. What code a call comes to depends on nothing but sizes here,
-so the first call with some sizes goes torch's way, and what it came to is called from then on: with the same sizes,
-and with all others that the code was made for.
+What `torch.compile` returns finds the compiled code anew in each call, by guards, and enters and leaves the compiler's
+state: 45 microseconds of the host for a gate of SwiGLU on a CPU (torch 2.13, AMD EPYC), of which the compiled code
+itself takes 8, and more on hosts of GPUs, which then wait. Here the code for a call depends on nothing but sizes. So
+the first call with some sizes goes through torch, and the code that it reached is called directly from then on: with
+the same sizes, and with all others that it was compiled for.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-MOST_ROUTES = 4096  # sizes that are known; experts' rows may come in more
+MOST_ROUTES = 4096  # sizes that are remembered; experts' rows may have more
 REAL = (Tensor, Parameter)
 
 Values = tuple[Tensor, ...]
@@ -25,13 +25,13 @@ Values = tuple[Tensor, ...]
 class Route(NamedTuple):
     """What a call with certain sizes comes to."""
 
-    code: Callable[..., Sequence[Tensor]]  # what torch's compiler made
+    code: Callable[..., Sequence[Tensor]]  # compiled by torch
     sizes: tuple[int, ...]  # numbers that the code takes beside tensors
-    given: tuple[int, ...]  # its arguments: places among the call's tensors, followed by ``sizes``
-    made: tuple[int, ...]  # the call's values: places among what the code makes
+    given: tuple[int, ...]  # the code's arguments, as places in the call's tensors followed by ``sizes``
+    made: tuple[int, ...]  # the call's values, as places in what the code returns
 
     def __call__(self, tensors: Sequence[Tensor]) -> Values:
-        """The values."""
+        """The call's values for these tensors."""
         pool = (*tensors, *self.sizes)
         found = self.code(*[pool[place] for place in self.given])
         return tuple([found[place] for place in self.made])
@@ -39,19 +39,19 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """All calls that one code was made for: their tensors' first dims are sizes that vary, or numbers."""
+    """All calls that one compiled code is for. Each tensor's first dim is a size that varies, or a fixed number."""
 
     code: Callable[..., Sequence[Tensor]]
-    places: tuple[tuple[int, ...], ...]  # of each size that varies: the tensors whose first dim it is
-    fixed: tuple[tuple[int, int], ...]  # tensors whose first dim is one number
-    bounds: tuple[tuple[int, int | None], ...]  # of each size that varies: the least and the most that it may be
-    holds: Callable[..., bool]  # what else torch asks of the sizes that vary
-    sizes: tuple[int, ...]  # as Route.sizes: which of the sizes that vary they are
+    places: tuple[tuple[int, ...], ...]  # for each size that varies: the tensors whose first dim it is
+    fixed: tuple[tuple[int, int], ...]  # (tensor, number) where a first dim is a fixed number
+    bounds: tuple[tuple[int, int | None], ...]  # for each size that varies: its least and its largest value
+    holds: Callable[..., bool]  # torch's further conditions on the sizes that vary
+    sizes: tuple[int, ...]  # for each of Route.sizes: which of the sizes that vary it is
     given: tuple[int, ...]  # as Route.given
     made: tuple[int, ...]  # as Route.made
 
     def route(self, firsts: Sequence[int]) -> Route | None:
-        """For tensors with these first dims; None: the code is not for them."""
+        """The route for tensors with these first dims; None if the code is not for them."""
         found = [firsts[places[0]] for places in self.places]
         if any(firsts[place] != number for place, number in self.fixed):
             return None
@@ -64,14 +64,15 @@ class Span:
 
 
 class Direct:
-    """``function(*tensors)``, compiled: a pure function whose value is a tuple of tensors, or None.
+    """``function(*tensors)``, compiled. The function is pure, and returns a tuple of tensors, or None.
 
-    All but the first dims of its tensors, which differ where ``rows_vary``, is the same in each call. Autograd is off.
+    All that describes its tensors is the same in each call, except first dims where ``rows_vary``. Autograd must be
+    off.
     """
 
     def __init__(self, function: Callable[..., Any], *, rows_vary: bool) -> None:
         self.rows_vary = rows_vary
-        # By the tensors' first dims, where rows vary. None: what torch makes of the call is not told by its code alone.
+        # By the tensors' first dims, where rows vary. None: the call must go through torch each time.
         self.routes: dict[tuple[int, ...], Route | None] = {}
         self.spans: list[Span] = []
         self.seen: list[Seen] = []
@@ -80,7 +81,7 @@ class Direct:
         )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Values:
-        """The function's values; it is compiled here, where torch has no code for such sizes yet."""
+        """The function's values. It is compiled here if torch has no code for such sizes yet."""
         firsts = tuple([tensor.shape[0] for tensor in tensors]) if self.rows_vary else ()
         route = self.routes.get(firsts)
         if route is not None:
@@ -97,7 +98,7 @@ class Direct:
         return made
 
     def learn(self, firsts: tuple[int, ...], tensors: Sequence[Tensor], made: Values) -> None:
-        """Keeps what the call came to, for its sizes and for all that its code was made for."""
+        """Stores the route of a call: for its sizes, and for all sizes that its code was compiled for."""
         if len(self.routes) >= MOST_ROUTES:
             self.routes.clear()
         self.routes[firsts] = route = route_of(self.seen, tensors, made)
@@ -106,16 +107,16 @@ class Direct:
             self.spans += [] if span is None else [span]
 
     def build(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        """A backend of torch's: inductor's code, which tells of each call that comes to it by torch's way."""
-        from torch._dynamo.eval_frame import innermost_fn  # takes a second, and is there by now
+        """The backend given to torch.compile: inductor's code, wrapped to record each call that comes through torch."""
+        from torch._dynamo.eval_frame import innermost_fn  # imported late: it takes a second, and compiling needs it
 
         inputs = [node for node in graph.graph.nodes if node.op == "placeholder"] if self.rows_vary else []
         stands = [node.meta.get("example_value") for node in inputs]
         code: Callable[..., Any] = torch._inductor.compile(graph, examples, options={"compile_threads": 1})  # type: ignore[assignment]
-        bare = innermost_fn(code)  # torch's wrapper has its compiler look away, which does not look at direct calls
+        bare = innermost_fn(code)  # without the wrapper that turns off torch's compiler, as direct calls do not need it
 
         def take_examples() -> list[Any]:
-            """What stood for the arguments as this was compiled: once, for it holds on to all of the compiler's."""
+            """The symbolic arguments of the compilation, once: they keep all of the compiler's state alive."""
             taken = stands[:]
             stands.clear()
             return taken
@@ -129,7 +130,7 @@ class Direct:
 
 
 class Seen(NamedTuple):
-    """A call of compiled code by torch's way."""
+    """The record of one call of compiled code through torch."""
 
     code: Callable[..., Sequence[Tensor]]
     given: Sequence[Any]
@@ -138,7 +139,7 @@ class Seen(NamedTuple):
 
 
 def route_of(seen: Sequence[Seen], tensors: Sequence[Tensor], values: Values) -> Route | None:
-    """How a call with these tensors came to its values by one call of compiled code; None: it cannot be told."""
+    """How a call with these tensors got its values from one call of compiled code; None if that cannot be told."""
     if len(seen) != 1:
         return None
     code, arguments, made, _ = seen[0]
@@ -150,12 +151,13 @@ def route_of(seen: Sequence[Seen], tensors: Sequence[Tensor], values: Values) ->
 
 
 def span_of(route: Route, examples: Sequence[Any], n_tensors: int) -> Span | None:
-    """All calls that the route's code was made for, from what stood for its arguments; None: it cannot be told.
+    """All calls that the route's code was compiled for, from its symbolic arguments; None if that cannot be told.
 
-    torch tells sizes as expressions of symbols, with the range of each and with what it found on the way: that two are
-    equal, or that a product stays below 2^31. Whatever is no plain symbol or number here is left to torch.
+    torch describes sizes as expressions of symbols, with the range of each and with conditions found on the way: that
+    two are equal, or that a product stays below 2^31. Calls with sizes other than plain symbols or numbers are left to
+    torch.
     """
-    import sympy  # as torch has
+    import sympy  # which torch depends on
 
     stands = [*zip(route.given, examples, strict=True)]
     firsts = {place: size_of(each.shape[0]) for place, each in stands if place < n_tensors}
@@ -182,22 +184,25 @@ def span_of(route: Route, examples: Sequence[Any], n_tensors: int) -> Span | Non
 
 
 def size_of(size: int | torch.SymInt) -> Any:
-    """A number, or the expression that stands for it."""
+    """A size as a number, or as the symbolic expression that stands for it."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def place_of(tensor: Any, among: Sequence[Any]) -> int | None:
-    """Where the very same tensor stands."""
+    """The place of the very same tensor in the sequence; None if it is not there."""
     return next((place for place, each in enumerate(among) if each is tensor), None)
 
 
 def sizes_alone(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch's guards are looked at in each call by torch's way: those on sizes that vary."""
+    """Which of torch's guards to keep in calls through torch: only those on sizes that vary."""
     return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
 def view_of(tensor: Tensor, *, rows_vary: bool) -> Tensor:
-    """A view, the call's own: torch takes one tensor in two places for one input, and keeps marks for later calls."""
+    """A view of the tensor, made for this call alone, its first dim marked as varying where ``rows_vary``.
+
+    torch takes one tensor in two places for a single input, and marks on a tensor would stay for later calls.
+    """
     view = tensor.detach()
     if rows_vary:
         torch._dynamo.mark_dynamic(view, 0)
@@ -205,5 +210,5 @@ def view_of(tensor: Tensor, *, rows_vary: bool) -> Tensor:
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors are torch's own, and nobody looks at operations: an operator of ours may be left out."""
+    """Whether tensors are torch's own and nothing observes operations: then Roundtable's operators can be bypassed."""
     return not is_in_torch_dispatch_mode() and all(type(tensor) in REAL for tensor in tensors)

@@ -27,7 +27,7 @@ def short_convolution_by_channels(
 def convolution_gradients(
     inputs_BSX: Tensor, positions_BS: Tensor, taps_XK: Tensor, grad_BSX: Tensor
 ) -> tuple[Tensor, None, Tensor]:
-    """The gradients of ``short_convolution`` by inputs and taps, in as few kernels as a compiler can make of them."""
+    """The gradients of ``short_convolution`` by inputs and taps, written so that they compile into few kernels."""
     wide_BSX, wide_XK, wide_grad_BSX = inputs_BSX.float(), taps_XK.float(), grad_BSX.float()
     sum_BSX = convolved(inputs_BSX, positions_BS, taps_XK)
     share_BSX = sum_BSX.sigmoid()
@@ -119,7 +119,7 @@ def rows_and_channels(inputs_BSX: Tensor, n_channels: int) -> Iterator[tuple[int
 
 
 class Sum:
-    """The sums of some channels of one sequence, before silu: in memory that the next piece takes."""
+    """The weighted sums of some channels of one sequence, before silu, in scratch memory that the next piece reuses."""
 
     def __init__(self, inputs_SX: Tensor, positions_S: Tensor, taps_XK: Tensor) -> None:
         self.inputs_SX = self.take("inputs", inputs_SX).copy_(inputs_SX)

@@ -81,7 +81,10 @@ class Whole(NamedTuple):
 
 
 class RowPairs(NamedTuple):
-    """Of one piece of rows at a time, made when it is asked for: nothing is as large as a row's square."""
+    """The pairs of pieces of whole rows.
+
+    Masks are made for one piece at a time: nothing is as large as a row's square.
+    """
 
     context: Context
     window: int | None
@@ -194,7 +197,10 @@ def attend_widely(
     cap: float | None,
     dropout: ScoreDropout | None,
 ) -> tuple[Tensor, Tensor]:
-    """The attention of all pieces and the log of its normalizers (B, H, Q), in fp32; some of it is kept memory."""
+    """The attention of all pieces and the log of its normalizers (B, H, Q), in fp32.
+
+    The output may be scratch memory.
+    """
     named = zip((q_BQHC, k_BSGC, v_BSGC), ("queries", "keys", "values"), strict=True)
     heads = [computed(each, name) for each, name in named]
     out_BQHC = room_for(q_BQHC, "out")
@@ -219,7 +225,10 @@ def computed(heads: Tensor, name: str) -> Tensor:
 
 
 def room_for(heads: Tensor, name: str) -> Tensor:
-    """An fp32 tensor of the heads' shape: kept memory, where 16 bits on a CPU are made of it in the end, else new."""
+    """An fp32 tensor of the heads' shape, in new memory or in scratch.
+
+    It is scratch on a CPU in 16 bits, where the result will be rounded into another tensor.
+    """
     if heads.is_cpu and heads.dtype.itemsize == 2:
         return SCRATCH.take(f"attention: {name}", heads.shape, heads.new_empty((), dtype=torch.float32))
     return torch.empty_like(heads, dtype=torch.float32, memory_format=torch.contiguous_format)

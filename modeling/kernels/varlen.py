@@ -22,12 +22,12 @@ NO_LIMIT = -1
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which queries and keys, each laid one piece after the other, belong together, and what they see of each other.
+    """The pieces' boundaries among queries and among keys, each laid out one piece after another; and what queries see.
 
-    In a piece of Q queries and K keys, query i sees key j where ``i + K - Q - left <= j <= i + K - Q + right``: limits
-    count from the diagonal that ends at the last query and the last key, as FlashAttention's do. ``left`` and ``right``
-    are at least 0, or NO_LIMIT. No piece is without queries or keys, and each query of a piece sees a key of it: what
-    the kernels say of a query without keys differs (FlashAttention 2 gives +inf as its log-sum-exp, 3 and 4 -inf).
+    In a piece of Q queries and K keys, query i sees key j where ``i + K - Q - left <= j <= i + K - Q + right``: as in
+    FlashAttention, limits count from the diagonal that ends at the last query and the last key. ``left`` and ``right``
+    are at least 0, or NO_LIMIT. Every piece has queries and keys, and each query sees a key: kernels differ in what
+    they return for a query without keys (its log-sum-exp is +inf in FlashAttention 2, -inf in 3 and 4).
     """
 
     query_bounds: Tensor  # int32 (N + 1), from 0 to T
