@@ -1,4 +1,4 @@
-"""What a model family is: everything that is said of it, in one object, and how it is found by name."""
+"""The description of a model family (one `transformers` architecture) in one object, and how to find it by name."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -17,73 +17,74 @@ TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss", "mtp.coefficient
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of config.json that is more than a field of ours by another name."""
+    """A key of config.json that does not simply rename one field of Roundtable's config."""
 
-    ours: tuple[str, ...]  # the fields below `model` that it tells, dotted
-    write: Callable[[ModelConfig], Any]  # its value for a model
-    read: Callable[[Any], Mapping[str, Any]]  # the fields that its value means; ValueError says why there are none
+    ours: tuple[str, ...]  # the fields below `model` that it sets, dotted
+    write: Callable[[ModelConfig], Any]  # a model -> the key's value
+    read: Callable[[Any], Mapping[str, Any]]  # the key's value -> fields; ValueError says why it is not possible
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `transformers` architecture. Its module in this package has it as ``FAMILY``.
+    """One `transformers` architecture. Each module of this package has one as ``FAMILY``.
 
-    config.json is told by four tables, which `modeling.families.config_json` applies in both directions. Rotary
-    positions and what every config.json has (dtype, special tokens, maximum length) are not in them.
+    "Our" names and fields are Roundtable's; names "in the files" are those of transformers' weights. ``keys``,
+    ``constants`` and the tables after them describe config.json; `modeling.families.config_json` applies them in both
+    directions. Rotary positions and what every config.json has (dtype, special tokens, maximum length) are not in them.
     """
 
     architecture: str  # the class in transformers
     since: int = 4  # the first of transformers' versions 4 and 5 that has it
     weights: Mapping[str, str | Packed]  # our name of a weight -> its name in the files, with {layer} and {expert}
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted
-    constants: Mapping[str, Any]  # keys of which our models know one value alone
-    ignored: Mapping[str, Any]  # keys that change nothing of what the model computes, with the value that we write
-    same: Mapping[str, str] = field(default_factory=dict)  # key -> the one that it is to copy
-    passed_over: frozenset[str] = frozenset()  # more such keys, which we do not write
-    rope_passed_over: frozenset[str] = frozenset()  # such keys of rope_parameters
-    defaults: Mapping[str, Any]  # what the class takes for a key that is left out, where that is not the constant
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys, which the class reads as well
+    constants: Mapping[str, Any]  # keys that must have this one value, since our models cannot express another
+    ignored: Mapping[str, Any]  # keys that do not change what the model computes -> the value to write
+    same: Mapping[str, str] = field(default_factory=dict)  # key -> the key whose value it must repeat
+    passed_over: frozenset[str] = frozenset()  # more keys that do not change the model, and are not written
+    rope_passed_over: frozenset[str] = frozenset()  # such keys within rope_parameters
+    defaults: Mapping[str, Any]  # the class's value of a key that is left out, where that is not the constant
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names that the class reads -> keys
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
     at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works
     needs: tuple[str, ...] = ()  # our fields that cannot be null
-    may_lack: tuple[str, ...] = ()  # our optional sections that the class has, and a model of it may do without
-    # names in the files, with {layer} of a module that predicts further tokens -> our weight that they hold once more
+    may_lack: tuple[str, ...] = ()  # our optional sections that the class has, but not each model of it
+    # names in the files, with {layer} for a layer of multi-token prediction -> our weight of which they hold a copy
     copies: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()  # our fields whose numbers have no fraction in config.json
     even: tuple[str, ...] = ()  # our fields whose numbers must be even
-    dense_layers_are_last: bool = False  # moe.dense_layers are those behind some layer, as far as they had experts
-    in_fp32: tuple[str, ...] = ("e_score_correction_bias",)  # how names in the files end that are fp32 in every dtype
-    unread: str = ""  # a pattern of names in the files: tensors that the class passes over
-    heads_divide_d_model: bool = False  # also where d_head is given
-    equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that one key tells
+    dense_layers_are_last: bool = False  # no layer after the first of moe.dense_layers may have experts
+    in_fp32: tuple[str, ...] = ("e_score_correction_bias",)  # ends of names in the files that are fp32 in every dtype
+    unread: str = ""  # a pattern of names in the files: tensors that the class ignores
+    heads_divide_d_model: bool = False  # n_heads must divide d_model even where d_head is given
+    equal: tuple[tuple[str, str], ...] = ()  # pairs of our fields that are set by one key, and so must be equal
     turns_a_part: bool = False  # the class reads partial_rotary_factor
-    has_local_rope: bool = False  # layers with a window have a base of their frequencies of their own
-    local_rope_key: str = ""  # key of config.json: that base, beside the tables of both
+    has_local_rope: bool = False  # layers with a window have their own base of the rotary frequencies
+    local_rope_key: str = ""  # the key of config.json with that base, written beside the table for both kinds of layers
     # our field -> the only value that the class can express, where that follows from other fields
     derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
-    prefix: str = ""  # of the names in the files, but for the head's; files of the class without a head lack it
-    length_key: str = "max_position_embeddings"  # key of config.json: the longest sequence
-    tells_plain_rope: bool = False  # for the class scales them where rope_scaling is left out
+    prefix: str = ""  # of all names in the files but the head's; files saved from the class without a head lack it
+    length_key: str = "max_position_embeddings"  # the key of config.json with the longest sequence
+    tells_plain_rope: bool = False  # rope_scaling is written even if plain: left out, the class would scale frequencies
     # the kinds of scaled frequencies that the class computes, in both versions
     rope_scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # what else it calls them
-    # a config.json with keys filled in whose values follow from others, as the class does it
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # the class's other names of these kinds
+    # fills in keys of a config.json that is read, whose values follow from other keys, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    published: Mapping[str, ModelConfig]  # the sizes of well-known models
+    published: Mapping[str, ModelConfig]  # the configs of well-known models, by name
 
     @property
     def has_selection_bias(self) -> bool:
-        """Whether the class's router adds a bias to the scores by which it chooses."""
+        """Whether the class's router adds a bias to the scores by which it chooses experts."""
         return ROUTER_BIAS in self.weights
 
     @property
     def turns(self) -> bool:
-        """Whether the class knows positions by the rotary embedding."""
+        """Whether the class has rotary positions."""
         return "rope" in self.allowed.get("positions", ("rope",))
 
     @cached_property
     def told(self) -> frozenset[str]:
-        """Our fields that config.json tells, dotted."""
+        """Our fields whose values are in config.json, dotted."""
         told = {name for key in self.keys.values() for name in ((key,) if isinstance(key, str) else key.ours)}
         rope = {
             "rope_theta": self.turns,
@@ -95,19 +96,19 @@ class Family:
 
     @cached_property
     def _sections(self) -> frozenset[str]:
-        """The sections below `model` of which config.json tells a field, such as "moe"."""
+        """The sections below `model` that have a field in config.json, such as "moe"."""
         return frozenset(section for section, dot, _ in (name.partition(".") for name in self.told) if dot)
 
     def has(self, section: str) -> bool:
-        """Whether the class has the part of a model that an optional section of our config describes, such as "moe"."""
+        """Whether the class has the part of a model that an optional section of the config describes, such as "moe"."""
         return section in self._sections
 
     @cached_property
     def expressible(self) -> Mapping[str, tuple[Any, ...]]:
-        """Our field -> the values that the class can express; a field that is left out is free.
+        """Our field -> the values that the class can express. A field that is left out is free.
 
-        A field of which neither config.json nor ``allowed`` speaks stays as it is by default. So what another family
-        brings along is refused here without being named.
+        A field that is neither in config.json nor in ``allowed`` must have its default. So a feature that was added for
+        another family is refused here without being named.
         """
         silent = {
             name: (default,)
@@ -124,7 +125,7 @@ class Family:
 
 
 def family_of(name: str) -> Family:
-    """The family of that name, one of ``modeling.config.FAMILIES``: ``FAMILY`` of its module in this package."""
+    """The family with that name, one of ``modeling.config.FAMILIES``: ``FAMILY`` of its module in this package."""
     family = importlib.import_module(f"modeling.families.{name}").FAMILY
     assert isinstance(family, Family), name
     return family
@@ -132,7 +133,10 @@ def family_of(name: str) -> Family:
 
 @cache
 def section_types() -> dict[str, type]:
-    """The optional sections of ModelConfig, such as "moe", and their dataclasses. None is one of several kinds."""
+    """The optional sections of ModelConfig, such as "moe", and their dataclasses.
+
+    Sections that are one of several kinds, such as rope_scaling, are not among them.
+    """
     found = {
         name: [each for each in get_args(hint) if is_dataclass(each)]
         for name, hint in get_type_hints(ModelConfig).items()
@@ -142,7 +146,10 @@ def section_types() -> dict[str, type]:
 
 @cache
 def field_defaults() -> dict[str, Any]:
-    """Our field below `model`, dotted -> its default. The optional sections are there as their fields alone."""
+    """The default of each field below `model`, by its dotted name.
+
+    Optional sections are listed by their fields only.
+    """
     sections = section_types()
     found = {each.name: default_of(each) for each in fields(ModelConfig) if each.name not in sections}
     for section, kind in sections.items():
@@ -156,6 +163,6 @@ def default_of(each: Field[Any]) -> Any:
 
 
 def moe_of(config: ModelConfig) -> MoEConfig:
-    """The experts' configuration, of a family that cannot be without."""
+    """The experts' configuration, in a family that always has experts."""
     assert config.moe is not None, f"model.family={config.family} needs model.moe"
     return config.moe

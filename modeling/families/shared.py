@@ -1,4 +1,4 @@
-"""What several families have in common: names of weights, keys of config.json, limits."""
+"""Tables and functions that several families share: names of weights, keys of config.json, limits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
@@ -9,8 +9,8 @@ from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
 from modeling.moe_config import Balance, MoEConfig
 
-# Our name -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with {expert} holds one
-# expert of our stack. Shapes are equal: transformers' linear layers are (out, in) as ours are.
+# Roundtable's name ("ours") -> the name in transformers' files. {layer} and {expert} stand for numbers; a name with
+# {expert} holds one expert of our stack. Shapes are equal: linear layers are (out, in) in both.
 DECODER = {
     "embed.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -65,7 +65,7 @@ SHARED_EXPERTS = {
     "layers.{layer}.feed_forward.shared.down.weight": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
 }
 
-# Modules that predict further tokens, beside their layers; and what the files hold of the embedding and the head again.
+# The modules of multi-token prediction, beside their layers; and the copies of embedding and head that the files hold.
 MTP = {
     "mtp.{layer}.embed_norm.weight": "model.layers.{layer}.enorm.weight",
     "mtp.{layer}.hidden_norm.weight": "model.layers.{layer}.hnorm.weight",
@@ -116,7 +116,7 @@ MTP_KEYS: dict[str, str | Key] = {
     ),
 }
 DECODER_CONSTANTS = {"hidden_act": "silu"}
-# transformers' balance loss is over the batch, not the sequence, and is computed with output_router_logits alone.
+# transformers' balance loss is over the batch, not the sequence, and is computed only with output_router_logits.
 ROUTER_LOSS = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 DECODER_DEFAULTS = {
     "attention_dropout": 0.0,
@@ -129,14 +129,15 @@ DECODER_DEFAULTS = {
 
 
 def with_bias(ours: str, theirs: str) -> dict[str, str]:
-    """The names of a module's weight and bias."""
+    """A module's weight and bias: our names -> the names in the files."""
     return {f"{ours}.{each}": f"{theirs}.{each}" for each in ("weight", "bias")}
 
 
 def head_packed_layers(theirs: str, attention: str) -> dict[str, str | Packed]:
-    """A layer's names in GPT-NeoX and BLOOM: each head's query, key and value lie together; no gate; biases everywhere.
+    """The names of a layer's weights in GPT-NeoX and BLOOM: no gate, biases everywhere.
 
-    ``theirs``: of the layer, with {layer}; ``attention``: of its attention.
+    Each head's query, key and value are packed together. ``theirs`` is the files' name of the layer, with {layer};
+    ``attention`` is that of its attention.
     """
     ours = "layers.{layer}"
     heads = [f"{ours}.attention.{each}" for each in "qkv"]
@@ -153,7 +154,7 @@ def head_packed_layers(theirs: str, attention: str) -> dict[str, str | Packed]:
     }
 
 
-# Our names of activations, and those that transformers has for each; the first is written.
+# Our names of activations, and transformers' names of each; of these the first is written.
 ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu", "gelu_python"),
@@ -163,7 +164,7 @@ ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
 
 
 def activation_of(theirs: Any) -> Mapping[str, str]:
-    """Our name of an activation; ValueError where it is none of ours."""
+    """Our field for an activation that transformers names ``theirs``. ValueError where Roundtable does not have it."""
     ours = [name for name, names in ACTIVATIONS.items() if theirs in names]
     if not ours:
         raise ValueError(f"it must be one of {', '.join(name for names in ACTIVATIONS.values() for name in names)}")
@@ -171,13 +172,13 @@ def activation_of(theirs: Any) -> Mapping[str, str]:
 
 
 ACTIVATION = Key(ours=("activation",), write=lambda config: ACTIVATIONS[config.activation][0], read=activation_of)
-ATTENTION_BIAS = Key(  # of q, k, v and o together; the family says so in `equal` too
+ATTENTION_BIAS = Key(  # one key for q, k, v and o together; a family with it has EQUAL_BIASES in `equal`
     ours=("qkv_bias", "o_bias"),
     write=lambda config: config.qkv_bias,
     read=lambda has: {"qkv_bias": has, "o_bias": has},
 )
 EQUAL_BIASES = (("qkv_bias", "o_bias"),)
-EXPERTS_ALONE = Key(  # of the experts: no layer is dense
+EXPERTS_ALONE = Key(  # the experts' width, in a class where no layer is dense
     ours=("moe.d_ff", "d_ff"),
     write=lambda config: moe_of(config).d_ff,
     read=lambda width: {"moe.d_ff": width, "d_ff": width},
@@ -192,14 +193,14 @@ SOFTMAX_ROUTER: dict[str, tuple[Any, ...]] = {
         rule.name for rule in get_args(Balance) if not rule.moves_bias
     ),  # the router has no selection bias
 }
-# cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all of them.
+# transformers' cache_utils.py keeps the last sliding_window - 1 keys as [-sliding_window + 1 :], which at 1 is all.
 WINDOW = {"sliding_window": 2}
-MOST_LAYERS = 10_000  # as model.n_layers has it
-WINDOWED, LINEAR = "sliding_attention", "linear_attention"  # what layer_types call layers whose attention is not full
+MOST_LAYERS = 10_000  # the largest model.n_layers
+WINDOWED, LINEAR = "sliding_attention", "linear_attention"  # names in layer_types for layers without full attention
 
 
 def without_experts(layers: Any) -> Mapping[str, Any]:
-    """What the list of the layers without experts means for our fields; ValueError where it is no such list."""
+    """The field for a list of layers without experts. ValueError where it is not such a list."""
     layers = [] if layers is None else layers
     if not isinstance(layers, list) or not all(is_count(layer) for layer in layers):
         raise ValueError("it must be a list of layers")
@@ -212,7 +213,7 @@ def listed_without_experts(moe: MoEConfig) -> list[int]:
     return sorted(layer for layer in layers if (layer + 1) % moe.every_n_layers == 0)
 
 
-# `modeling.families.config_json` tells the leading ones of the list by their number.
+# When a file is read, `modeling.families.config_json` turns leading layers of the list into n_dense_layers.
 EXPERT_LAYER_KEYS: dict[str, str | Key] = {
     "decoder_sparse_step": "moe.every_n_layers",
     "mlp_only_layers": Key(
@@ -224,17 +225,17 @@ EXPERT_LAYER_KEYS: dict[str, str | Key] = {
 
 
 def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]], other: str = WINDOWED) -> list[str]:
-    """``layer_types`` where a file leaves them out; ``full_of(n_layers)``: the layers of full attention.
+    """``layer_types`` for a file that leaves them out. ``full_of(n_layers)`` returns the layers of full attention.
 
-    A number of layers that no model has is refused by its own rule: nothing is made of it.
+    It is empty for a number of layers that no model has, which another rule refuses.
     """
     return layer_types(n_layers, full_of(n_layers), other) if is_count(n_layers) else []
 
 
 def types_by_interval(values: Mapping[str, Any], interval: Any, other: str = WINDOWED) -> Any:
-    """``layer_types`` as a file has them. Where it leaves them out, each so many-th layer has full attention.
+    """``layer_types`` as in the file, or where it leaves them out, with full attention in every ``interval``-th layer.
 
-    An interval that is none is refused by its own rule (``interval_key``): nothing is made of it.
+    An invalid interval is refused by its own rule (``interval_key``), and counts as none here.
     """
     if values["layer_types"] is not None:
         return values["layer_types"]
@@ -243,18 +244,21 @@ def types_by_interval(values: Mapping[str, Any], interval: Any, other: str = WIN
 
 
 def told_by_interval(values: Mapping[str, Any], key: str, other: str = WINDOWED) -> dict[str, Any]:
-    """``layer_types``, and the key of their interval, which nothing looks at where a file has the types themselves."""
+    """``layer_types``, and the key of their interval.
+
+    The interval is ignored, and returned as 1, where the file has the types themselves.
+    """
     interval = values[key] if values["layer_types"] is None else 1
     return {"layer_types": types_by_interval(values, interval, other), key: interval}
 
 
 def is_interval(value: Any) -> bool:
-    """Whether it can be the number of layers from one of a kind to the next."""
+    """Whether a value can be an interval of layers: an integer of at least 1."""
     return type(value) is int and value > 0
 
 
 def interval_key(usual: int) -> Key:
-    """A key of such a number, beside ``layer_types``, which are written too: they count, where there are some."""
+    """A key for the interval of full attention, which does not matter beside ``layer_types``; ``usual`` is written."""
 
     def read(interval: Any) -> Mapping[str, Any]:
         if not is_interval(interval):
@@ -265,9 +269,9 @@ def interval_key(usual: int) -> Key:
 
 
 def types_from_first_window(values: Mapping[str, Any], window: Any) -> Any:
-    """``layer_types`` as a file has them. Where it leaves them out, layers from max_window_layers on have the window.
+    """``layer_types`` as in the file, or where it leaves them out, with windows from layer max_window_layers on.
 
-    ``window``: None where no layer has one.
+    ``window`` is None where no layer has one.
     """
     if values["layer_types"] is not None:
         return values["layer_types"]
@@ -277,36 +281,36 @@ def types_from_first_window(values: Mapping[str, Any], window: Any) -> Any:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it can be a number of layers."""
+    """Whether a value can be a number of layers."""
     return type(value) is int and 0 <= value <= MOST_LAYERS
 
 
 def flag(value: Any) -> Mapping[str, Any]:
-    """No field of ours; ValueError where it is neither true nor false."""
+    """Sets no field. ValueError where the value is neither true nor false."""
     checked(value, bool)
     return {}
 
 
 def whole_number(value: Any) -> Mapping[str, Any]:
-    """No field of ours; ValueError where it is no integer."""
+    """Sets no field. ValueError where the value is not an integer."""
     checked(value, int)
     return {}
 
 
 def number(value: Any) -> Mapping[str, Any]:
-    """No field of ours; ValueError where it is no number."""
+    """Sets no field. ValueError where the value is not a number."""
     checked(value, float)
     return {}
 
 
 def layer_types(n_layers: int, full: Iterable[int], other: str = WINDOWED) -> list[str]:
-    """The list that transformers has of what each layer's attention is: full in ``full``, ``other`` in the others."""
+    """transformers' list of each layer's kind of attention: full in the layers ``full``, ``other`` in the rest."""
     those = {*full}
     return ["full_attention" if layer in those else other for layer in range(n_layers)]
 
 
 def kinds_of_layers(types: Any, other: str = WINDOWED) -> tuple[int, ...]:
-    """The layers of full attention in such a list; ValueError where it names others than these and ``other``."""
+    """The layers of full attention in such a list. ValueError where it has kinds other than full and ``other``."""
     kinds = {"full_attention", other}
     if not isinstance(types, list) or not all(isinstance(each, str) and each in kinds for each in types):
         raise ValueError(f"it must be a list of {' and '.join(sorted(kinds))}")
@@ -314,24 +318,24 @@ def kinds_of_layers(types: Any, other: str = WINDOWED) -> tuple[int, ...]:
 
 
 def full_layers(types: Any) -> Mapping[str, Any]:
-    """What the list means for our fields; ValueError where it names other kinds of attention."""
+    """Our fields for a list of layer types. ValueError where it has kinds other than full and sliding attention."""
     full = kinds_of_layers(types)
     return {"full_attention_layers": full} if len(full) < len(types) else {"sliding_window": None}
 
 
-LAYER_TYPES = Key(  # after sliding_window: where no layer has it, it is not looked at
+LAYER_TYPES = Key(  # to be read after sliding_window, which it sets to None where no layer has a window
     ours=("full_attention_layers", "sliding_window"),
     write=lambda config: layer_types(
         config.n_layers, range(config.n_layers) if config.sliding_window is None else config.full_attention_layers
     ),
     read=full_layers,
 )
-ALWAYS_MASKED = Key(  # the class makes the mask of a window too where no layer takes it
+ALWAYS_MASKED = Key(  # not null: the class makes the mask of a window even where no layer uses it
     ours=("sliding_window",),
     write=lambda config: config.sliding_window or 4096,
     read=lambda width: {"sliding_window": width},
 )
-USED_WINDOW_KEYS = {  # beside layer_types, which count
+USED_WINDOW_KEYS = {  # written beside layer_types, which alone decide
     "use_sliding_window": Key(ours=(), write=lambda config: config.sliding_window is not None, read=flag),
     "max_window_layers": Key(ours=(), write=lambda config: config.n_layers, read=whole_number),
 }

@@ -118,7 +118,7 @@ def row_formula(
     terms: ScoreTerms,
     block: int,
 ) -> Tensor:
-    """Attention's output (B, S, H, C) by the formula, in pieces of all rows, each of at most ``block`` queries."""
+    """Attention's output (B, S, H, C) by the plain formula, in pieces of all rows with at most ``block`` queries."""
     wide_BSGC = widened(v_BSGC, k_BSGC.shape[-1])
     pieces, pairs = context.row_pieces(window, block), RowPairs(context, window, terms)
     return term_attention(q_BSHC, k_BSGC, wide_BSGC, pieces, terms, pairs)[..., : v_BSGC.shape[-1]]

@@ -23,7 +23,7 @@ Values = tuple[Tensor, ...]
 
 
 class Route(NamedTuple):
-    """What a call with certain sizes comes to."""
+    """How to compute a call with certain sizes directly: the compiled code, and where its arguments and values are."""
 
     code: Callable[..., Sequence[Tensor]]  # compiled by torch
     sizes: tuple[int, ...]  # numbers that the code takes beside tensors

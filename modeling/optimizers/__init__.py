@@ -1,1 +1,1 @@
-"""Update rules, one file each."""
+"""Update rules (optimizers), one file each."""

@@ -1,4 +1,4 @@
-"""AdamW: both moments of the gradient, and weight decay apart from them."""
+"""AdamW: two moments of the gradient, and decoupled weight decay."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -33,12 +33,15 @@ class AdamWConfig(UpdateRule):
         return ("exp_avg", "exp_avg_sq")
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """1 / r_in (Tensor Programs V, table 3): an element's update is as large whatever the gradient is."""
+        """muP's factor of the learning rate, 1 / r_in (Tensor Programs V, table 3).
+
+        Adam's update of an element has the same size whatever the gradient's size is.
+        """
         r_in, _ = fan_ratios(weight, widths)
         return 1 / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """The AdamW of torch."""
+        """torch's AdamW over the groups."""
         from torch.optim import AdamW
 
         return AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=fused)

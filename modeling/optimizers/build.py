@@ -1,4 +1,4 @@
-"""Parameter groups: the weights that an optimizer treats alike."""
+"""Parameter groups of an optimizer: weights that it updates with the same numbers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +17,11 @@ ON_ONE_DEVICE = Matrices()
 def parameter_groups(
     parameters: Iterable[tuple[nn.Parameter, Weight, tuple[int, ...]]], config: OptimizerConfig, widths: Widths = BASE
 ) -> list[dict[str, Any]]:
-    """Optimizer groups from parameters, what they are and their whole shapes; those on which weight decay falls first.
+    """Optimizer groups from (parameter, its stated ``Weight``, its whole shape); groups with weight decay come first.
 
-    ``widths`` are the whole model's (modeling.mup.widths_of). A group's learning rate is to be set to the run's times
-    its ``lr_scale``. Beside each of its weights the rule keeps its ``states``; where the group ``takes_whole``
-    matrices, its update gets them from ``matrices``: here those of one device.
+    ``widths`` are the whole model's (modeling.mup.widths_of). The caller sets a group's learning rate to the run's
+    times the group's ``lr_scale``. The rule keeps its ``states`` for each of the group's weights. Where a group
+    ``takes_whole`` matrices, its update gets them from ``matrices``, here those of one device.
     """
     groups: dict[Group, list[nn.Parameter]] = {}
     for parameter, weight, shape in parameters:

@@ -1,4 +1,4 @@
-"""The update rules that a config can name: each is one file here, and one member of the union."""
+"""The update rules that a config can name. Each has a file in this package, and is a member of the union."""
 
 from modeling.optimizers.adamw import AdamWConfig
 from modeling.optimizers.muon import MuonConfig

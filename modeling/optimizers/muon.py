@@ -20,9 +20,9 @@ class MuonConfig(UpdateRule):
     """Muon (Jordan 2024) with the decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
     That scale makes an update as large as AdamW's usually is, so one learning rate serves both kinds of weights. As in
-    the paper, embeddings and the head are updated by AdamW; and so are routers and gates of shared experts: their
-    outputs are scores, as the head's are, and where one choice weighs one a router's gradient is rounding alone, which
-    would become an update of full size.
+    the paper, embeddings and the head are updated by AdamW. So are routers and gates of shared experts: their outputs
+    are scores, like the head's; and a router whose single chosen expert always has the weight one has only rounding
+    errors as gradient, which Muon would turn into an update of full size.
     """
 
     counts_updates: ClassVar[bool] = True  # for the bias correction of AdamW's moments
@@ -41,7 +41,7 @@ class MuonConfig(UpdateRule):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """A hidden matrix's momentum, another weight's moments."""
+        """All tensors that the rule may keep: a hidden matrix's momentum, and other weights' moments."""
         return (*MATRIX_STATES, *ADAMW_STATES)
 
     def states_of(self, weight: Weight) -> tuple[str, ...]:
@@ -49,7 +49,10 @@ class MuonConfig(UpdateRule):
         return MATRIX_STATES if weight.is_hidden_matrix else ADAMW_STATES
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
-        """Each iteration's three products; around them reads and writes of a norm, a division and casts."""
+        """The work of one matrix's update: three products in each iteration, and reads and writes around them.
+
+        Those are for a norm, a division and casts.
+        """
         from modeling.optimizers.orthogonal import ITERATIONS
 
         shorter, size, width = min(rows, columns), rows * columns, ELEMENT_BYTES[self.iteration_dtype]
@@ -59,15 +62,15 @@ class MuonConfig(UpdateRule):
         return MatrixWork(self.iteration_dtype, ITERATIONS * flops, ITERATIONS * moved + around)
 
     def exact(self) -> Self:
-        """Its iterations in fp32."""
+        """The same rule with its iterations in fp32."""
         return replace(self, iteration_dtype="fp32")
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """Of a hidden matrix sqrt(r_out / (r_in r_longer)); of another weight AdamW's.
+        """muP's factor of the learning rate: sqrt(r_out / (r_in r_longer)) for a hidden matrix, otherwise AdamW's.
 
-        An update should have a spectral norm in proportion to sqrt(fan_out / fan_in) (Yang, Simon & Bernstein 2023,
-        arXiv:2310.17813, condition 1), and has one of lr 0.2 sqrt(max(fan_in, fan_out)). ``r_longer`` is what that
-        maximum is, divided by the base model's.
+        An update's spectral norm should be in proportion to sqrt(fan_out / fan_in) (Yang, Simon & Bernstein 2023,
+        arXiv:2310.17813, condition 1); Muon's is lr 0.2 sqrt(max(fan_in, fan_out)). ``r_longer`` is that maximum
+        divided by the base model's.
         """
         r_in, r_out = fan_ratios(weight, widths)
         if not weight.is_hidden_matrix:
@@ -75,7 +78,7 @@ class MuonConfig(UpdateRule):
         return (r_out / (r_in * longer_ratio(weight, shape, widths))) ** 0.5
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """Our own: torch's Muon (2.13) takes no stacks of matrices, and orthogonalizes in bf16 alone."""
+        """Roundtable's own Muon: torch's (2.13) takes no stacks of matrices, and orthogonalizes in bf16 alone."""
         from modeling.dtypes import DTYPES
         from modeling.optimizers.orthogonal import Muon
 

@@ -1,8 +1,9 @@
-"""The torch optimizer of Muon's rule.
+"""The torch optimizer of the Muon rule.
 
-torch.optim.Muon has the same update of one matrix, in bf16. Here it is computed in fp32, as the masters are, unless
-``iteration_dtype`` says otherwise: in bf16 a rounding error of the gradient, which differs between layouts, can become
-one of 2^-9 of an element, and the iteration enlarges an error in a small singular value by up to 3.4445^5 = 485.
+torch.optim.Muon has the same update of one matrix, in bf16. Here it is computed in fp32, like the master weights,
+unless ``iteration_dtype`` says otherwise: in bf16 a rounding error of the gradient, which differs between layouts, can
+become one of 2^-9 of an element, and the iterations multiply an error in a small singular value by up to 3.4445^5 =
+485.
 """
 
 import math
@@ -16,14 +17,14 @@ from torch.optim.adamw import adamw
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, steepest at zero (Jordan 2024)
 ITERATIONS = 5
 LEAST_NORM = 1e-7
-RMS = 0.2  # of an update's elements, as AdamW's usually have (arXiv:2502.16982, section 2.2)
+RMS = 0.2  # root mean square of an update's elements, as is usual in AdamW (arXiv:2502.16982, section 2.2)
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with ``takes_whole`` get orthogonalized momentum, the others torch's AdamW; decay is decoupled in both.
+    """Updates weights of groups with ``takes_whole`` by orthogonalized momentum, others by AdamW; with decoupled decay.
 
-    Their weights are (..., rows, columns): each matrix of a stack is updated as if it were alone. Where a
-    rank holds a part of a matrix, or flat parts of many (ZeRO), the group's ``matrices`` make them whole.
+    Matrices are (..., rows, columns): each matrix of a stack is updated by itself. Where a rank holds a part of a
+    matrix, or flat parts of many (ZeRO), the group's ``matrices`` gather whole ones.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update from the weights' gradients; a weight without one stays as it is. ``closure`` has to be None."""
+        """Updates the weights from their gradients. A weight without one stays as it is. ``closure`` must be None."""
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -55,7 +56,10 @@ class Muon(torch.optim.Optimizer):
                 self.step_others(weights, group)
 
     def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zeros of the weight's shape, and a count of updates where torch's fused kernels look for it."""
+        """A weight's initial state: zeros of its shape for each state, and a count of updates.
+
+        The count is on the device where torch's fused or unfused kernels look for it.
+        """
         step = torch.zeros((), dtype=torch.float32, device=weight.device if group["fused"] else "cpu")
         return {"step": step, **{name: torch.zeros_like(weight) for name in group["states"]}}
 
@@ -69,18 +73,18 @@ class Muon(torch.optim.Optimizer):
             group["matrices"].transform(weight, read, self.function, write)
 
     def direction(self, weight: nn.Parameter, group: dict[str, Any], start: int, length: int) -> Tensor:
-        """Nesterov's form of the momentum, of ``length`` from ``start`` on of the first dimension."""
+        """The momentum in Nesterov's form, for ``length`` entries of the first dim from ``start`` on."""
         assert weight.grad is not None
         average = self.state[weight]["momentum_buffer"].narrow(0, start, length)
         return weight.grad.narrow(0, start, length).lerp(average, group["momentum"])
 
     def move(self, weight: nn.Parameter, group: dict[str, Any], start: int, update: Tensor) -> None:
-        """Moves the weight by an update from ``start`` on."""
+        """Applies weight decay and ``update`` to the weight's entries of the first dim from ``start`` on."""
         part, lr = weight.narrow(0, start, len(update)), group["lr"]
         part.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
 
     def step_others(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Updates weights that are no hidden matrices by torch's AdamW."""
+        """Updates weights other than hidden matrices by torch's AdamW."""
         states = [self.state[weight] for weight in weights]
         adamw(
             weights,
@@ -101,14 +105,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def scaled_orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """RMS sqrt(max(rows, columns)) times the orthogonal matrix nearest to each of (..., rows, columns), in fp32."""
+    """The orthogonal matrix nearest to each of (..., rows, columns), times RMS sqrt(max(rows, columns)), in fp32."""
     return orthogonal(matrices, dtype).mul_(RMS * math.sqrt(max(matrices.shape[-2:])))
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Nearly U V^T of each fp32 matrix U S V^T of (..., rows, columns); its singular values are about 0.7 to 1.2.
+    """For each fp32 matrix U S V^T of (..., rows, columns) nearly U V^T, with singular values of about 0.7 to 1.2.
 
-    Newton-Schulz iterations (Jordan 2024), whose products are rounded to ``dtype``. A matrix of zeros stays one.
+    By Newton-Schulz iterations (Jordan 2024), whose products are rounded to ``dtype``. A matrix of zeros stays zero.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     wide = matrices.mT if is_tall else matrices

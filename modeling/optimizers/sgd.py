@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(UpdateRule):
-    """Stochastic gradient descent with momentum: linear in the gradient, so it is what equality is tested with."""
+    """Stochastic gradient descent with momentum: linear in the gradient, so tests of equality use it."""
 
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = field(default=0.1, metadata={"usual": 3e-4})
@@ -24,16 +24,16 @@ class SGDConfig(UpdateRule):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum, where there is one."""
+        """The name of the momentum, where there is one."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """r_out / r_in (Tensor Programs V, table 3)."""
+        """muP's factor of the learning rate, r_out / r_in (Tensor Programs V, table 3)."""
         r_in, r_out = fan_ratios(weight, widths)
         return r_out / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """The SGD of torch."""
+        """torch's SGD over the groups."""
         from torch.optim import SGD
 
         return SGD(groups, lr=self.lr, momentum=self.momentum, fused=fused)
