@@ -1,1 +1,1 @@
-"""Model families, each in one file: its names in the files of Hugging Face transformers, its limits, its sizes."""
+"""Model families, one file each: names in the files of Hugging Face transformers, limits, and published sizes."""

@@ -1,4 +1,4 @@
-"""AFMoE (Arcee Trinity, arXiv:2602.17004): gated attention, turned where it has a window, and blocks normed twice."""
+"""AFMoE (Arcee Trinity, arXiv:2602.17004): gated attention, rotary only under a window, four norms in a layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,17 +63,17 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, every so many a layer has no window."""
+    """The content with layer_types. Where it has none, every n-th layer has no window."""
     return {**content, **told_by_interval({**DEFAULTS, **content}, "global_attn_every_n_layers")}
 
 
 def scaled_or_not(enabled: Any) -> Mapping[str, Any]:
-    """A factor of 1, or another one, in whose place ``derived`` puts the root of d_model."""
+    """The field for mup_enabled: a factor of 1, or a placeholder that ``derived`` replaces by the root of d_model."""
     return {"embedding_scale": 2.0 if checked(enabled, bool) else 1.0}
 
 
 def root(width: int) -> float:
-    """What the class multiplies embedded tokens by where mup_enabled is true."""
+    """The factor by which the class multiplies embedded tokens where mup_enabled is true."""
     return width**0.5
 
 
@@ -126,7 +126,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     completed=completed,
     equal=EQUAL_BIASES,
-    # models/afmoe: AfmoeAttention turns queries and keys where layer_types says sliding_attention.
+    # models/afmoe: AfmoeAttention rotates queries and keys only where layer_types says sliding_attention.
     derived={
         "embedding_scale": lambda config: 1.0 if config.embedding_scale == 1 else root(config.d_model),
         "nope_layers": lambda config: tuple(

@@ -6,7 +6,7 @@ from modeling.families.shared import head_packed_layers, with_bias
 
 
 def published(d_model: int, n_layers: int, n_heads: int) -> ModelConfig:
-    """A BLOOM of this size."""
+    """The config of a BLOOM of this size."""
     return ModelConfig(
         family="bloom",
         vocab_size=250880,

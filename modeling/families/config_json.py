@@ -1,4 +1,4 @@
-"""A model's config.json of Hugging Face transformers, written (as 4 and 5 read it) and read."""
+"""A model's config.json of Hugging Face transformers: written, so that versions 4 and 5 read it, and read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from modeling.families.shared import is_count
 from modeling.families.values import checked, hints_of, shown
 from modeling.moe_config import BiasBalance, NoBalance
 
-# Keys that any config.json may have besides: they change nothing of what the model computes, or are read here.
+# Keys that any config.json may have besides its family's: they do not change what the model computes, or are read here.
 EVERYWHERE = frozenset(
     {
         *("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"),
@@ -37,7 +37,7 @@ LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")  # keys with an ent
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """The ids of special tokens; None where there is none."""
+    """The ids of special tokens; None for one that does not exist."""
 
     bos: int | None = None
     eos: int | tuple[int, ...] | None = None  # several: each ends a text
@@ -45,7 +45,7 @@ class SpecialTokens:
 
 
 class InexpressibleConfig(ValueError):
-    """A config.json that no model of ours is. ``problems`` holds one line for each key."""
+    """A config.json that Roundtable cannot express as a model. ``problems`` holds one message for each key."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -53,10 +53,10 @@ class InexpressibleConfig(ValueError):
 
 
 def to_config_json(config: ModelConfig, seq_len: int, special: SpecialTokens, dtype: str) -> dict[str, Any]:
-    """config.json: what `AutoConfig` reads. ``dtype`` is torch's name of it, e.g. "bfloat16".
+    """The content of config.json, which `AutoConfig` reads. ``dtype`` is torch's name of it, e.g. "bfloat16".
 
-    transformers 4 passes over some of what 5 reads and takes its classes' defaults, in silence. So dtype and the rotary
-    positions (``rope_json``) are written in both forms.
+    transformers 4 silently ignores some keys that 5 reads, and takes its classes' defaults. So dtype and the rotary
+    positions (``rope_json``) are written in both versions' forms.
     """
     family = family_of(config.family)
     return {
@@ -77,7 +77,7 @@ def to_config_json(config: ModelConfig, seq_len: int, special: SpecialTokens, dt
 
 
 def written(config: ModelConfig, key: str | Key) -> Any:
-    """The value of one key of config.json."""
+    """The value to write for one key of config.json."""
     if isinstance(key, Key):
         return key.write(config)
     value: Any = config
@@ -87,11 +87,11 @@ def written(config: ModelConfig, key: str | Key) -> Any:
 
 
 def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes; a key that is left out means what it means in transformers' class.
+    """The model that a config.json describes. A key that is left out has its default in transformers' class.
 
-    Of what shapes training alone, dropout is part of it where the class reads keys for it; there is no auxiliary loss,
-    and a router that has a selection bias moves it. Raises InexpressibleConfig, with one line for each key that no
-    model of ours can express.
+    Of the fields that matter to training alone, dropout is read where the class has keys for it; there is no auxiliary
+    loss, and a router with a selection bias is balanced by it. Raises InexpressibleConfig, with one message for each
+    key that Roundtable cannot express.
     """
     name = content.get("model_type")
     if name not in FAMILIES:
@@ -127,7 +127,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
 
 
 def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key of which our models know another value alone."""
+    """One message for each key with another value than the only one that Roundtable can express."""
     constants = {**family.constants, "architectures": [family.architecture]}
     for key, constant in constants.items():
         value = content.get(key, family.defaults.get(key, constant))
@@ -139,7 +139,7 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
 
 
 def alias_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that is told under two names, with two values: version 5 takes the other name's."""
+    """One message for each key that is given under two names with two values; version 5 would take the other name's."""
     for alias, key in family.aliases.items():
         if alias not in EVERYWHERE and {alias, key} <= content.keys() and content[alias] != content[key]:
             rule = f"must be {key}={shown(content[key])}, of which it is another name; remove one of them"
@@ -147,7 +147,7 @@ def alias_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each list of what layers are that is not as long as there are layers."""
+    """One message for each list with an entry for each layer whose length is not the number of layers."""
     for key in (key for key in LISTS if key in family.keys):
         listed = content.get(key)
         n_layers = content.get("num_hidden_layers", family.defaults["num_hidden_layers"])
@@ -157,7 +157,7 @@ def length_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]
 
 
 def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that is another value than the one that it copies."""
+    """One message for each key whose value differs from that of the key that it must repeat."""
     for key, copied in family.same.items():
         value, wanted = content.get(key), content.get(copied, family.defaults.get(copied))
         if value is not None and value != wanted:
@@ -166,7 +166,7 @@ def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each key of config.json whose meaning is not known."""
+    """One message for each key of config.json whose meaning is not known."""
     local = {family.local_rope_key} if family.local_rope_key else set()
     known = {
         *EVERYWHERE,
@@ -192,7 +192,7 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
 
 
 def read(value: Any, key: str | Key) -> dict[str, Any]:
-    """Our fields that one key of config.json tells. ValueError where its value is none of theirs."""
+    """Our fields that one key of config.json sets. ValueError where they cannot have its value."""
     fields = {key: value} if isinstance(key, str) else key.read(value)
     return {name: checked(field, hint_of(name)) for name, field in fields.items()}
 
@@ -204,7 +204,7 @@ def hint_of(name: str) -> Any:
 
 
 def built(values: Mapping[str, Any]) -> ModelConfig:
-    """The configuration with these dotted fields; a section that no field is in is left out."""
+    """The configuration with these dotted fields. A section of which no field is given is left out."""
     own: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for section, kind in section_types().items():
         inside = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
@@ -213,10 +213,10 @@ def built(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def generation_config(special: SpecialTokens) -> dict[str, Any]:
-    """generation_config.json: sampling from the model's own distribution, up to EOS.
+    """The content of generation_config.json: sampling from the model's own distribution, up to EOS.
 
-    There is no max_length: transformers warns when it meets max_new_tokens. Padding falls back on EOS, as it would
-    anyway, with a warning. A top_k left out, or null, would be 50.
+    There is no max_length, since transformers warns if it meets max_new_tokens. Padding falls back to EOS, as
+    transformers does itself with a warning. A top_k that is left out or null would mean 50, so it is 0.
     """
     eos = special.eos[0] if isinstance(special.eos, tuple) and special.eos else special.eos
     config = {

@@ -24,14 +24,14 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With n_group and topk_group of 1 where the method of choice does not look at them."""
+    """The content with n_group and topk_group set to 1 where its method of choice does not use them."""
     if content.get("topk_method", "greedy") != "greedy":
         return content
     return {**content, "n_group": 1, "topk_group": 1}
 
 
 def known_method(method: Any) -> Mapping[str, Any]:
-    """No field of ours: the number of groups tells the same. ValueError for another method."""
+    """Sets no field, since the numbers of groups decide. ValueError for a method that is not known."""
     if method not in METHODS:
         raise ValueError(f"it must be {' or '.join(METHODS)}")
     return {}

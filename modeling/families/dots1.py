@@ -28,7 +28,7 @@ from modeling.families.shared import (
     types_from_first_window,
 )
 
-SIGMOID = ("noaux_tc", "sigmoid")  # names of the router's scores: llama.cpp knows the first alone
+SIGMOID = ("noaux_tc", "sigmoid")  # names of the router's scores, of which llama.cpp knows only the first
 DEFAULTS = {
     **DECODER_DEFAULTS,
     "attention_bias": False,
@@ -55,13 +55,13 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, the layers from max_window_layers on have the window."""
+    """The content with layer_types. Where it has none, layers from max_window_layers on have the window."""
     values = {**DEFAULTS, **content}
     return {**content, "layer_types": types_from_first_window(values, values["sliding_window"])}
 
 
 def known_score(name: Any) -> Mapping[str, Any]:
-    """No field of ours. ValueError for another score, at which the class does not look, and other programs do."""
+    """Sets no field. ValueError for another score, which the class ignores but other programs do not."""
     if name not in SIGMOID:
         raise ValueError(f"it must be {' or '.join(SIGMOID)}")
     return {}

@@ -47,7 +47,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the list of the layers behind the last one with experts in place of that one, and a start within them."""
+    """The content with moe_layer_end_index replaced by the layers after it, and the start clipped to the layers."""
     values = {**DEFAULTS, **content}
     start, end = values["moe_layer_start_index"], values["moe_layer_end_index"]
     n_layers = values["num_hidden_layers"]
@@ -61,14 +61,17 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layers_behind(layers: Any) -> Mapping[str, Any]:
-    """The layers without experts behind those with some; ValueError where ``completed`` made no tuple of the key."""
+    """The field for the layers without experts at the end.
+
+    ValueError where ``completed`` has not made a tuple of the key.
+    """
     if not isinstance(layers, tuple):
         raise ValueError("it must be int")
     return {"moe.dense_layers": layers}
 
 
 def last_with_experts(config: ModelConfig) -> int:
-    """The number of the layer behind which the class looks for no experts."""
+    """The number of the layer after which the class has no experts."""
     return min(told_once(moe_of(config), config.n_layers).dense_layers, default=config.n_layers) - 1
 
 
@@ -85,7 +88,7 @@ FAMILY = Family(
         **SHARED_EXPERTS,
     },
     in_fp32=("e_score_correction_bias", ".mlp.gate.weight"),
-    unread="mtp",  # modules that predict further tokens
+    unread="mtp",  # the modules of multi-token prediction
     keys={
         **{key: ours for key, ours in DECODER_KEYS.items() if key != "attention_dropout"},  # the class drops nothing
         **HEAD_KEYS,
@@ -102,8 +105,8 @@ FAMILY = Family(
         "moe_num_experts": "moe.n_experts",
         "moe_num_shared_experts": "moe.n_shared_experts",
     },
-    # The chosen scores are divided by their sum, or by moe_norm_min where they are less: so only where a selection
-    # bias has chosen experts none of which the router gives a trillionth.
+    # The class divides the chosen scores by their sum, or by moe_norm_min if that is larger. That can only be where a
+    # selection bias has chosen experts whose scores together are below a trillionth.
     constants={**DECODER_CONSTANTS, "moe_norm_min": 1e-12, "use_bias": False},
     ignored=ROUTER_LOSS,
     passed_over=frozenset({"attention_dropout", "moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"}),
@@ -111,8 +114,8 @@ FAMILY = Family(
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     completed=completed,
     dense_layers_are_last=True,
-    # models/ernie4_5_moe: Ernie4_5_MoeTopKRouter renormalizes the softmax of the chosen; channels (2c, 2c + 1) turn;
-    # only causal masks; use_bias is of shared experts and the head too.
+    # models/ernie4_5_moe: Ernie4_5_MoeTopKRouter renormalizes the softmax of the chosen; channels (2c, 2c + 1) are
+    # rotated in pairs; only causal masks; use_bias is for shared experts and the head too.
     allowed={
         "moe.normalize_top_k": (True,),
         **{key: SOFTMAX_ROUTER[key] for key in ("moe.score", "moe.routed_scale")},

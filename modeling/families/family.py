@@ -10,8 +10,8 @@ from modeling.config import DROPOUTS, ModelConfig
 from modeling.families.packed import Packed
 from modeling.moe_config import MoEConfig
 
-ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # our name of the selection bias
-# Fields below `model` that no transformers class needs to know. Some have keys for dropout, which then tell it.
+ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # Roundtable's name of the selection bias
+# Fields below `model` that no transformers class needs to know. Where a class has keys for dropout, these are read.
 TRAINING_ONLY = ("init", "z_loss", "moe.balance", "moe.z_loss", "mtp.coefficient", *DROPOUTS)
 
 

@@ -1,4 +1,4 @@
-"""FlexOlmo (arXiv:2507.07024): OLMo 2's blocks, normed after, with OLMoE's experts in every layer."""
+"""FlexOlmo (arXiv:2507.07024): OLMo 2's blocks, whose outputs are normed, with OLMoE's experts in every layer."""
 
 from modeling.families.family import Family
 from modeling.families.olmo2 import POST_NORMS
@@ -27,7 +27,7 @@ FAMILY = Family(
     },
     aliases=OLMOE.aliases,
     equal=OLMOE.equal,
-    # models/flex_olmo: FlexOlmoDecoderLayer norms what attention and mlp put out; all else as models/olmoe.
+    # models/flex_olmo: FlexOlmoDecoderLayer norms the outputs of attention and mlp; all else is as in models/olmoe.
     allowed={**OLMOE.allowed, "norm_placement": ("post",)},
     published={},
 )

@@ -21,14 +21,14 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, every second layer has no window."""
+    """The content with layer_types. Where it has none, every second layer has no window."""
     return {**content, "layer_types": types_by_interval({**DEFAULTS, **content}, 2)}
 
 
 def published(
     d_model: int, n_layers: int, n_heads: int, d_ff: int, *, d_head: int = 256, score_channels: float = 256.0
 ) -> ModelConfig:
-    """One of the published sizes."""
+    """The config of one of the published sizes."""
     return ModelConfig(
         family="gemma2",
         vocab_size=256000,

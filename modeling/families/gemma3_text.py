@@ -47,7 +47,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, each sliding_window_pattern-th layer has no window."""
+    """The content with layer_types. Where it has none, every sliding_window_pattern-th layer has no window."""
     return {**content, **told_by_interval({**DEFAULTS, **content}, "sliding_window_pattern")}
 
 

@@ -38,7 +38,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With mlp_layer_types. Where they are not told, the first layer alone is dense."""
+    """The content with mlp_layer_types. Where it has none, only the first layer is dense."""
     values = {**DEFAULTS, **content}
     types, n_layers = values["mlp_layer_types"], values["num_hidden_layers"]
     if types is None:
@@ -47,7 +47,7 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_kinds(n_layers: int, dense: set[int]) -> list[str]:
-    """The list that the class has of what each layer's feed-forward part is."""
+    """transformers' list of each layer's kind of feed-forward layer: dense or sparse."""
     return ["dense" if layer in dense else "sparse" for layer in range(n_layers)]
 
 
@@ -57,12 +57,12 @@ def dense_layers(config: ModelConfig) -> list[int]:
 
 
 def n_leading(config: ModelConfig) -> int:
-    """How many layers come before the first with experts."""
+    """The number of layers before the first with experts."""
     return sum(1 for _ in takewhile(lambda layer: not config.is_moe_layer(layer), range(config.n_layers)))
 
 
 def dense_of(kinds: Any) -> Mapping[str, Any]:
-    """What the list means for our fields; ValueError where it names other kinds."""
+    """The fields for a list of layer kinds. ValueError where it has other kinds."""
     if not isinstance(kinds, list) or not all(isinstance(each, str) and each in ("dense", "sparse") for each in kinds):
         raise ValueError("it must be a list of dense and sparse")
     return {"moe.dense_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")}
@@ -76,7 +76,7 @@ FAMILY = Family(
     same=V3.same,
     keys={
         **V3.keys,
-        # The class looks at the list; other programs that read the files look at the number.
+        # The class reads the list; other programs that read the files use this number.
         "first_k_dense_replace": Key(ours=(), write=n_leading, read=whole_number),
         "mlp_layer_types": Key(
             ours=("moe.n_dense_layers", "moe.dense_layers"),

@@ -50,14 +50,14 @@ ALIASES = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With n_inner, which is 4 n_embd where it is not told."""
+    """The content with n_inner, which is 4 n_embd where it is left out."""
     values = {**DEFAULTS, **content}
     width, d_model = values["n_inner"], values["n_embd"]
     return {**content, "n_inner": 4 * d_model if width is None and type(d_model) is int else width}
 
 
 def published(d_model: int, n_layers: int, n_heads: int, max_positions: int = 1024) -> ModelConfig:
-    """A GPT-2 of this size."""
+    """The config of a GPT-2 of this size."""
     return ModelConfig(
         family="gpt2",
         vocab_size=50257,
@@ -136,7 +136,7 @@ FAMILY = Family(
         "gpt2-medium": published(1024, 24, 16),
         "gpt2-large": published(1280, 36, 20),
         "gpt2-xl": published(1600, 48, 25),
-        # As everyone rebuilds it: in the paper every other layer's attention is sparse, in bands (section 2.1).
+        # As it is usually rebuilt: in the paper every other layer's attention is banded sparse (section 2.1).
         "GPT-3-175B": published(12288, 96, 96, max_positions=2048),
     },
 )

@@ -36,7 +36,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the rotary positions under their usual names, which the class does not look at."""
+    """The content with the rotary positions under their usual names, which the class does not read."""
     values = {**DEFAULTS, **content}
     return {**content, "rope_theta": values["rotary_emb_base"], "partial_rotary_factor": values["rotary_pct"]}
 
@@ -44,7 +44,7 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def published(
     d_model: int, n_layers: int, n_heads: int, *, vocab_size: int = 50304, activation: ActivationName = "gelu"
 ) -> ModelConfig:
-    """A model of this size."""
+    """The config of a model of this size."""
     return ModelConfig(
         family="gpt_neox",
         vocab_size=vocab_size,

@@ -33,7 +33,7 @@ OURS, THEIRS = "layers.{layer}.feed_forward", "model.layers.{layer}.mlp"
 
 
 def widths(config: ModelConfig) -> int:
-    """A gate's row and a value's alternate."""
+    """One group for each channel of an expert: the rows of its gate and its value alternate."""
     return moe_of(config).d_ff
 
 
@@ -73,7 +73,7 @@ DEFAULTS = {
     "vocab_size": 201088,
 }
 SCALING = YarnScaling(factor=32.0, original_seq_len=4096, truncate=False)
-ROPE = {  # what the class takes where nothing is said
+ROPE = {  # the class's rotary positions where a file gives none
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -84,14 +84,17 @@ ROPE = {  # what the class takes where nothing is said
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types, and positions. Where they are not told, each second layer has no window, and YaRN scales."""
+    """The content with layer_types and rotary positions.
+
+    Where it has none, every second layer has no window, and frequencies are scaled by YaRN.
+    """
     types = types_by_interval({**DEFAULTS, **content}, 2)
     is_told = any(content.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
     return {**content, "layer_types": types, **({} if is_told else {"rope_parameters": ROPE})}
 
 
 def published(n_layers: int, n_experts: int) -> ModelConfig:
-    """A published size; they differ in layers and experts alone."""
+    """The config of a published size; sizes differ only in layers and experts."""
     return ModelConfig(
         family="gpt_oss",
         vocab_size=201088,

@@ -22,7 +22,7 @@ EXPERTS = "model.layers.{layer}.block_sparse_moe"
 
 
 def published(d_model: int, n_layers: int, n_heads: int, n_experts: int) -> ModelConfig:
-    """One of the published sizes."""
+    """The config of one of the published sizes."""
     return ModelConfig(
         family="granitemoe",
         vocab_size=49155,
@@ -71,7 +71,7 @@ FAMILY = Family(
         "num_local_experts": "moe.n_experts",
         "residual_multiplier": "residual_scale",
     },
-    constants={"hidden_act": "silu", "position_embedding_type": "rope"},  # version 4 has the second one
+    constants={"hidden_act": "silu", "position_embedding_type": "rope"},  # the latter is a key of version 4
     ignored=ROUTER_LOSS,
     defaults={
         **DECODER_DEFAULTS,

@@ -14,7 +14,7 @@ SHARED_MLP = "model.layers.{layer}.shared_mlp"
 
 
 def shared_expert(width: Any) -> Mapping[str, Any]:
-    """The one shared expert, or none where its width is 0."""
+    """The field for the one shared expert; none where its width is 0."""
     width = checked(width, int)
     return {"moe.n_shared_experts": 0} if width == 0 else {"moe.n_shared_experts": 1, "moe.shared_d_ff": width}
 

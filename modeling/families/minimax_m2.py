@@ -36,18 +36,18 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With partial_rotary_factor where rotary_dim, the channels of a head that turn, tells it alone."""
+    """The content with partial_rotary_factor, computed from rotary_dim (rotated channels) where it has only that."""
     turning, channels = content.get("rotary_dim"), content.get("head_dim", DEFAULTS["head_dim"])
     if type(turning) is not int or type(channels) is not int or channels < 1:
         return content
     try:
         return {"partial_rotary_factor": turning / channels, **content}
-    except OverflowError:  # `turning_channels` says so
+    except OverflowError:  # `turning_channels` reports it
         return content
 
 
 def turning_channels(value: Any) -> Mapping[str, Any]:
-    """No field of ours: ``completed`` has read it. ValueError where it is neither null nor a number of channels."""
+    """Sets no field, since ``completed`` has read it. ValueError where it is neither null nor a number of channels."""
     return {} if value is None else {**whole_number(value), **number(value)}
 
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): a dense decoder whose blocks are normed after, with norms over all query or key heads."""
+"""OLMo 2 (arXiv:2501.00656): a dense decoder that norms its blocks' outputs, and queries and keys over all heads."""
 
 from modeling.config import ModelConfig
 from modeling.families.family import Family
@@ -41,7 +41,7 @@ FAMILY = Family(
     },
     equal=EQUAL_BIASES,
     rope_scalings=(),  # version 4 of the class refuses all kinds but two that 5 writes otherwise
-    # models/olmo2: Olmo2DecoderLayer norms what attention and mlp put out; q_norm and k_norm are always there.
+    # models/olmo2: Olmo2DecoderLayer norms the outputs of attention and mlp; q_norm and k_norm are always there.
     allowed={"d_head": (None,), "norm_placement": ("post",), "qk_norm": (True,), "qk_norm_over": ("all_heads",)},
     published={
         "OLMo-2-1124-7B": ModelConfig(

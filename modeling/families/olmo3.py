@@ -10,14 +10,14 @@ from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, types_b
 DEFAULTS = {
     **OLMO2.defaults,
     "layer_types": None,
-    "rope_local_base_freq": 500000.0,  # no key of the class's: what the base under a window is where it is not told
+    "rope_local_base_freq": 500000.0,  # not a key of the class: its base under a window where a file gives none
     "rope_theta": 500000.0,
     "sliding_window": 4096,
 }
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, every fourth layer has no window."""
+    """The content with layer_types. Where it has none, every fourth layer has no window."""
     return {**content, "layer_types": types_by_interval({**DEFAULTS, **content}, 4)}
 
 
@@ -30,7 +30,7 @@ FAMILY = replace(
     has_local_rope=True,
     needs=("local_rope_theta",),
     rope_scalings=("linear", "llama3", "yarn", "dynamic"),
-    # models/olmo3: of a scaling's truncate version 5 looks for in the wrong table.
+    # models/olmo3: version 5 looks for a scaling's truncate in the wrong table.
     allowed={**OLMO2.allowed, "rope_scaling.truncate": (True,)},
     at_least=WINDOW,
     published={},

@@ -1,6 +1,6 @@
-"""Weights that lie in the files of transformers otherwise than here.
+"""Weights that the files of transformers arrange otherwise than Roundtable.
 
-Several are in one tensor, or its sides are exchanged, its rows in another order, or in one more dim.
+A tensor of the files may join several weights, or be transposed, or have its rows in another order or one more dim.
 """
 
 from collections.abc import Callable
@@ -10,28 +10,28 @@ from modeling.config import ModelConfig
 
 
 def one_group(config: ModelConfig) -> int:
-    """The parts lie one after the other."""
+    """One group: the parts follow one another whole."""
     return 1
 
 
 def head_groups(config: ModelConfig) -> int:
-    """Each head's rows of all parts lie together."""
+    """One group for each query head: all parts' rows of a head lie together."""
     return config.n_heads
 
 
 def kv_head_groups(config: ModelConfig) -> int:
-    """Each key-value head's rows lie together."""
+    """One group for each key-value head: all parts' rows of a head lie together."""
     return config.n_kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A tensor of the files that is made of weights of ours, ``parts``, joined along their rows (their outputs).
+    """A tensor of the files that joins our weights ``parts`` along their rows (their outputs).
 
-    The rows are in ``groups`` equal runs, each of which has its share of every part, in the order of ``parts``. In a
-    stack of experts it is so in each expert. ``transposed``: the files have (in, out). ``in_pairs``: of a part's share
-    in a run the files have (2c, 2c + 1) where we have (c, c + half), the pairs that the rotary embedding turns.
-    ``as_row``: the files' tensor has one more dim, of 1, before ours; ``as_column``: after the rows.
+    The rows are in ``groups`` equal groups, each with its share of every part, in the order of ``parts``. In a stack of
+    experts that is so for each expert. ``transposed``: the files have (in, out). ``in_pairs``: within a part's share of
+    a group the files have channels (2c, 2c + 1) where ours are (c, c + half), the pairs that the rotary embedding
+    rotates. ``as_row``: the files' tensor has one more dim of size 1 before ours; ``as_column``: after the rows.
     """
 
     name: str  # in the files, with {layer}
@@ -50,11 +50,11 @@ def packed(
     transposed: bool = False,
     as_column: bool = False,
 ) -> dict[str, Packed]:
-    """Rows for ``Family.weights``: each of ``parts`` lies in the tensor ``name`` of the files."""
+    """Entries of ``Family.weights`` for ``parts`` that lie in the tensor ``name`` of the files."""
     whole = Packed(name=name, parts=parts, groups=groups, transposed=transposed, as_column=as_column)
     return dict.fromkeys(parts, whole)
 
 
 def turned_in_pairs(name: str, part: str, groups: Callable[[ModelConfig], int]) -> dict[str, Packed]:
-    """A row for ``Family.weights``: a projection to heads of which the class turns channels (2c, 2c + 1)."""
+    """An entry of ``Family.weights`` for a projection to heads of which the class rotates channels (2c, 2c + 1)."""
     return {part: Packed(name=name, parts=(part,), groups=groups, in_pairs=True)}

@@ -26,7 +26,7 @@ PHI_4_MINI_LONG = (
 
 
 def original_length(config: ModelConfig) -> int:
-    """What the class takes for the length of the sequences first trained on; it counts where frequencies are scaled."""
+    """The class's length of the sequences first trained on, which matters where frequencies are scaled."""
     scaling = config.rope_scaling
     return scaling.original_seq_len if isinstance(scaling, LongRopeScaling) else 4096
 

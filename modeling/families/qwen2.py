@@ -36,7 +36,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, the layers from max_window_layers on have the window."""
+    """The content with layer_types. Where it has none, layers from max_window_layers on have the window."""
     values = {**DEFAULTS, **content}
     window = values["sliding_window"] if values["use_sliding_window"] else None
     return {**content, "sliding_window": window, "layer_types": types_from_first_window(values, window)}

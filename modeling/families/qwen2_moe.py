@@ -39,7 +39,7 @@ ONE_SHARED_EXPERT: Mapping[str, tuple[Any, ...]] = {"moe.n_shared_experts": (1,)
 
 
 def all_full(types: Any) -> Mapping[str, Any]:
-    """No field of ours: no layer has a window. ValueError where one does."""
+    """Sets no field: no layer has a window. ValueError where one has."""
     if types is not None and "full_attention_layers" in full_layers(types):
         raise ValueError("every layer must be full_attention, since versions 4 and 5 differ in the others")
     return {}

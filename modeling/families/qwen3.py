@@ -23,7 +23,7 @@ from modeling.families.shared import (
 
 
 def published(d_model: int, n_layers: int, n_heads: int, d_ff: int, *, tie_embeddings: bool = False) -> ModelConfig:
-    """One of the published sizes."""
+    """The config of one of the published sizes."""
     return ModelConfig(
         family="qwen3",
         vocab_size=151936,

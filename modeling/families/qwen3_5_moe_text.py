@@ -26,15 +26,14 @@ from modeling.families.shared import (
     SOFTMAX_ROUTER,
 )
 
-# Queries, keys and values of all heads, one after the other; what is made for gates has tensors of its own.
+# Queries, keys and values of all heads follow one another in one tensor; projections for gates have their own.
 SPLIT_DELTA = {
     **GATED_DELTA,
     **packed(f"{THEIRS}.linear_attn.in_proj_qkv.weight", *(f"{OURS}.in_{each}.weight" for each in "qkv")),
     **{f"{OURS}.in_{each}.weight": f"{THEIRS}.linear_attn.in_proj_{each}.weight" for each in "zab"},
 }
 MROPE = frozenset({"mrope_section", "mrope_interleaved"})  # of images' positions: those of text are alike in all three
-# Other programs look at these keys: the class's attention is always gated, and it passes over what predicts further
-# tokens.
+# Other programs read these keys: the class's attention is always gated, and it ignores multi-token prediction.
 GATED = {"attn_output_gate": True}
 PASSED_OVER = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 DEFAULTS = {

@@ -30,12 +30,12 @@ from modeling.families.shared import (
 )
 
 OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}"
-# Of a head the rows of its query and then those of its gate lie together.
+# In q_proj each head's query rows are followed by its gate rows.
 GATED_ATTENTION = {
     **{ours: ATTENTION[ours] for ours in (f"{OURS}.{each}.weight" for each in "kvo")},
     **packed(f"{THEIRS}.self_attn.q_proj.weight", f"{OURS}.q.weight", f"{OURS}.output_gate.weight", groups=head_groups),
 }
-# What every class with the gated delta rule calls alike.
+# Names that all classes with the gated delta rule share.
 GATED_DELTA = {
     **packed(
         f"{THEIRS}.linear_attn.conv1d.weight",
@@ -50,7 +50,7 @@ GATED_DELTA = {
 
 
 def linear_key_groups(config: ModelConfig) -> int:
-    """The rows of each key head of linear attention lie together, with those of the value heads that share it."""
+    """One group for each key head of linear attention: its rows, and those of the value heads that share it."""
     assert config.linear_attention is not None
     return config.linear_attention.n_k_heads
 
@@ -80,7 +80,7 @@ LINEAR_KEYS: dict[str, str | Key] = {
     "linear_num_value_heads": "linear_attention.n_v_heads",
     "linear_value_head_dim": "linear_attention.d_v",
 }
-# What the classes' attention is: gated and normed; norms add one, but for that of the gated delta rule.
+# The classes' attention is gated, with QK norm; norms add one, except that of the gated delta rule.
 LINEAR_ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "attention_gate": ("elementwise",),
     "norm_adds_one": (True,),
@@ -107,7 +107,7 @@ DEFAULTS = {
 
 
 def with_layer_types(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, the last of every so many layers is not linear."""
+    """The content with layer_types. Where it has none, all but every n-th layer are linear."""
     return {**content, **told_by_interval({**defaults, **content}, INTERVAL, LINEAR)}
 
 
@@ -147,7 +147,7 @@ FAMILY = Family(
     ignored=ROUTER_LOSS,
     defaults=DEFAULTS,
     completed=lambda content: with_layer_types(content, DEFAULTS),
-    # models/qwen3_next: Qwen3NextAttention's q_proj makes gates too.
+    # models/qwen3_next: the q_proj of Qwen3NextAttention computes gates too.
     allowed={**SOFTMAX_ROUTER, **LINEAR_ALLOWED, **ONE_SHARED_EXPERT},
     turns_a_part=True,
     published={},

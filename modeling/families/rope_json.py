@@ -1,7 +1,7 @@
 """Rotary positions in a config.json, written (as transformers 4 and 5 read them) and read.
 
-Version 4 has the base and the turning part beside the other keys and the scaling in rope_scaling; version 5 has all in
-rope_parameters, but for rope_scaling counting where there are both.
+Version 4 has the base and the part that is rotated beside the other keys, and the scaling in rope_scaling. Version 5
+has all in rope_parameters, but where there is rope_scaling as well, that is what it reads.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ PLAIN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
 def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of config.json that tell the rotary positions."""
+    """The keys of config.json for the rotary positions; none for a class without them."""
     if not family.turns:
         return {}
     rope: dict[str, Any] = {"rope_theta": config.rope_theta}
@@ -33,8 +33,8 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         for each in fields(config.rope_scaling):
             value = getattr(config.rope_scaling, each.name)
             if isinstance(config.rope_scaling, DynamicScaling) and each.name == "original_seq_len":
-                continue  # which the longest sequence is (``longest``)
-            if each.name != "name" and value is not None and value is not True:  # which is what left out means
+                continue  # it is written as the longest sequence (``longest``)
+            if each.name != "name" and value is not None and value is not True:  # those are what left out means
                 scaling[ORIGINAL.get(each.name, each.name)] = value
     is_told = config.rope_scaling is not None or family.tells_plain_rope
     told = {"rope_scaling": scaling} if is_told else {}
@@ -52,18 +52,21 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def long_rope_json(scaling: LongRopeScaling) -> dict[str, Any]:
-    """Its table: version 4 takes these three alone. Both lengths are keys beside the table."""
+    """The table for LongRoPE: version 4 accepts only these three keys. Both lengths are keys beside the table."""
     table: dict[str, Any] = {"type": scaling.name}
     table |= {key: [*getattr(scaling, key)] for key in ("short_factor", "long_factor")}
     return table if scaling.attention_factor is None else {**table, "attention_factor": scaling.attention_factor}
 
 
 def longest(config: ModelConfig, seq_len: int) -> int:
-    """The longest sequence in config.json of a model trained on ``seq_len`` tokens: what its positions are made for."""
+    """The longest sequence to write to config.json, for a model trained on sequences of ``seq_len`` tokens.
+
+    It is the longest that the model's positions are made for.
+    """
     if config.max_positions is not None:
         return config.max_positions
     match config.rope_scaling:
-        case YarnScaling(factor=factor, original_seq_len=original):  # transformers warns of any other number
+        case YarnScaling(factor=factor, original_seq_len=original):  # transformers warns about any other number
             return round(factor * original)
         case Llama3Scaling(factor=factor, original_seq_len=original):
             return max(seq_len, round(factor * original))
@@ -76,7 +79,7 @@ def longest(config: ModelConfig, seq_len: int) -> int:
 
 
 def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Our fields that the keys mean. Raises ValueError where they mean none of ours."""
+    """Our fields for the rotary positions in a config.json. ValueError where Roundtable cannot express them."""
     if not family.turns:
         return {}
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
@@ -89,7 +92,7 @@ def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]
 
 
 def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Our fields, of a class that has positions of their own for layers with a window and without."""
+    """Our fields, for a class whose layers with a window have rotary positions of their own."""
     tables = content.get("rope_parameters") or {}
     if not isinstance(tables, dict) or not all(table is None or isinstance(table, dict) for table in tables.values()):
         raise ValueError(f"rope_parameters={shown(tables)} must be tables")
@@ -111,7 +114,7 @@ def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: 
 
 
 def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Our fields that the one table ``given``, under ``key``, and the keys beside it mean."""
+    """Our fields from the one table ``given``, found under ``key``, and from the keys beside it."""
     values = {"rope_theta": number(given, content, "rope_theta", family.defaults["rope_theta"])}
     part = number(given, content, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     if family.turns_a_part:
@@ -134,7 +137,7 @@ def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], fa
 
 
 def number(given: Mapping[str, Any], content: Mapping[str, Any], name: str, default: float) -> float:
-    """One number of the rotary positions; ``given`` counts before ``content``."""
+    """One number of the rotary positions, from ``given``, or else ``content``, or else ``default``."""
     value = given.get(name, content.get(name, default))
     try:
         return checked(value, float)
@@ -143,7 +146,7 @@ def number(given: Mapping[str, Any], content: Mapping[str, Any], name: str, defa
 
 
 def read_long_rope(given: Mapping[str, Any], content: Mapping[str, Any]) -> LongRopeScaling:
-    """LongRoPE's scaling. The lengths beside the table count, whatever it says of the original one."""
+    """LongRoPE's scaling, with the lengths of the keys beside the table, even if the table has other ones."""
     lengths = {"original_seq_len": "original_max_position_embeddings", "longest_seq_len": "max_position_embeddings"}
     unknown = sorted(given.keys() - {"short_factor", "long_factor", "attention_factor", "factor", *lengths.values()})
     if unknown:
@@ -171,7 +174,7 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
     if unknown:
         raise ValueError(f"{unknown[0]} is not known with rope_type={kind}")
     values = {names[key]: value for key, value in given.items() if value is not None}
-    if scaling is DynamicScaling:  # whatever else is told of the original length, the classes take this
+    if scaling is DynamicScaling:  # the classes take this length as the original one, whatever the table says
         longest = content.get("max_position_embeddings")
         if values.setdefault("original_seq_len", longest) != longest:
             raise ValueError(f"original_max_position_embeddings must be max_position_embeddings={shown(longest)}")
@@ -187,7 +190,7 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
 
 
 def of_hints(scaling: type[RopeScaling], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, each of its field's type. ValueError names the key of one that is not."""
+    """The values, each checked against its field's type. ValueError names the key of one that does not fit."""
     hints = hints_of(scaling)
     found = {}
     for name, value in values.items():

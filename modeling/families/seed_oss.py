@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): Llama with a width of heads of its own, a switch for o's bias, and residual dropout."""
+"""Seed-OSS (ByteDance, 2025): Llama with a free width of heads, an optional bias of o, and residual dropout."""
 
 from modeling.families.family import Family
 from modeling.families.shared import (

@@ -208,7 +208,7 @@ def without_experts(layers: Any) -> Mapping[str, Any]:
 
 
 def listed_without_experts(moe: MoEConfig) -> list[int]:
-    """The list of layers without experts, of those that ``every_n_layers`` leaves with some: each is told once."""
+    """The layers to list as having no experts, among those that ``every_n_layers`` leaves with some."""
     layers = {*range(moe.n_dense_layers), *moe.dense_layers}
     return sorted(layer for layer in layers if (layer + 1) % moe.every_n_layers == 0)
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama with layers in which no channel turns (arXiv:2501.18795)."""
+"""SmolLM3 (Hugging Face, 2025): Llama with layers that have no rotary positions (arXiv:2501.18795)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +46,10 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With no_rope_layers, every so many a layer, and layer_types: where a window is used, such layers have it."""
+    """The content with no_rope_layers and layer_types.
+
+    Where it has none, every n-th layer is without rotary positions; and if a window is used, only these layers have it.
+    """
     values = {**DEFAULTS, **content}
     n_layers, turns, types = values["num_hidden_layers"], values["no_rope_layers"], values["layer_types"]
     interval, window = values["no_rope_layer_interval"], values["sliding_window"]
@@ -61,7 +64,7 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def still_layers(turns: Any) -> Mapping[str, Any]:
-    """The layers in which nothing turns; ValueError where the list is none of zeros and ones."""
+    """The field for the layers without rotary positions. ValueError where the list is not one of zeros and ones."""
     if not isinstance(turns, list) or not all(type(each) is int and each in (0, 1) for each in turns):
         raise ValueError("it must be a list of zeros and ones")
     return {"nope_layers": tuple(layer for layer, turned in enumerate(turns) if not turned)}
@@ -85,7 +88,7 @@ FAMILY = Family(
         "use_sliding_window": USED_WINDOW_KEYS["use_sliding_window"],
     },
     constants=DECODER_CONSTANTS,
-    ignored={"no_rope_layer_interval": 4},  # no_rope_layers count
+    ignored={"no_rope_layer_interval": 4},  # no_rope_layers decide
     passed_over=frozenset({"max_window_layers", "pretraining_tp"}),
     defaults=DEFAULTS,
     completed=completed,

@@ -1,4 +1,4 @@
-"""Values of a config.json: checked against the types of our fields, and shown in messages."""
+"""Values of a config.json: checked against the types of config fields, and shown in messages."""
 
 import json
 import types
@@ -10,7 +10,7 @@ hints_of = cache(get_type_hints)  # of a dataclass: field -> type
 
 
 def checked(value: Any, hint: Any) -> Any:
-    """``value`` if it is of the type, an integer made a float where one is wanted. ValueError otherwise."""
+    """``value`` if it is of the type ``hint``, with an integer turned into a float if need be; otherwise ValueError."""
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError("it must be a list")
@@ -32,6 +32,6 @@ def checked(value: Any, hint: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """``value`` as JSON, on one line, cut where it is long."""
+    """``value`` as JSON on one line, shortened if it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."

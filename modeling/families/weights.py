@@ -1,4 +1,4 @@
-"""Weights to and from the files of Hugging Face transformers (the layout that 5.x writes)."""
+"""Conversion of weights to and from the files of Hugging Face transformers (in the layout that version 5 writes)."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,18 +18,21 @@ LAYER = re.compile(r"(?:(?<=^layers\.)|(?<=^mtp\.))\d+")
 
 @dataclass(frozen=True)
 class HFPart:
-    """A logical tensor, or an expert of a stack, in a tensor of the files."""
+    """Where a logical tensor, or one expert of a stack, lies in a tensor of the files."""
 
     name: str  # of the tensor in the files
     shape: tuple[int, ...]  # of that tensor, whole
     view: Callable[
         [Tensor], Tensor
-    ]  # from that tensor to what is ours of it, in our order (its shape may have more dims)
-    names: tuple[str, ...]  # the logical tensors that lie in it
+    ]  # from that tensor to a view of our part of it, in our order (its shape may have more dims)
+    names: tuple[str, ...]  # all logical tensors that lie in it
 
 
 def told_of(config: ModelConfig, name: str) -> str | Packed:
-    """What the family says of logical tensor ``name``. Raises TypeError where it says nothing."""
+    """The family's entry for logical tensor ``name``: its name in the files, or how it is packed there.
+
+    Raises TypeError where the family has none.
+    """
     template = LAYER.sub("{layer}", name)
     weights = family_of(config.family).weights
     if template not in weights:
@@ -38,7 +41,7 @@ def told_of(config: ModelConfig, name: str) -> str | Packed:
 
 
 def hf_template(config: ModelConfig, name: str) -> str:
-    """The name of logical tensor ``name`` in transformers' files; {expert} stands for the expert of a stack."""
+    """The name of logical tensor ``name`` in transformers' files. {expert} stands for the number of an expert."""
     layer = LAYER.search(name)
     told = told_of(config, name)
     template = told.name if isinstance(told, Packed) else told
@@ -46,7 +49,7 @@ def hf_template(config: ModelConfig, name: str) -> str:
 
 
 def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
-    """What logical tensor ``name`` is made of in transformers' files, in order."""
+    """The parts of transformers' files that make up logical tensor ``name``, in order."""
     told = told_of(config, name)
     template, shape = hf_template(config, name), logical_tensors(config)[name].shape
     if isinstance(told, Packed):
@@ -60,7 +63,7 @@ def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
 def copies_of(config: ModelConfig, name: str) -> list[str]:
     """The names in the files of further copies of logical tensor ``name``.
 
-    Modules that predict further tokens have them there, though they compute with the model's own.
+    Files hold them for multi-token prediction, which computes with the model's own tensors all the same.
     """
     copied = {"embed.weight", "head.weight"} if name == "embed.weight" and config.tie_embeddings else {name}
     templates = [told for told, ours in family_of(config.family).copies.items() if ours in copied]
@@ -68,13 +71,13 @@ def copies_of(config: ModelConfig, name: str) -> list[str]:
 
 
 def itself(tensor: Tensor) -> Tensor:
-    """A tensor of the files that is ours as it is."""
+    """The tensor as it is, where the files and Roundtable have the same."""
     return tensor
 
 
 @lru_cache(maxsize=4096)
 def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
-    """Logical tensor ``name`` in the tensor of the files that it shares with others, or lies otherwise in."""
+    """The part of the files for a logical tensor that is packed with others, or lies in another order or shape."""
     layer = LAYER.search(name)
     names = tuple(part if layer is None else part.replace("{layer}", layer.group()) for part in told.parts)
     tensors = logical_tensors(config)
@@ -102,11 +105,11 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
 
 
 def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the files that logical ``tensors`` become. No copies, but for those that share one of the files'.
+    """Yields the names and tensors of the files for logical ``tensors``.
 
-    What the files hold more than once comes as often.
-    A router without the selection bias that transformers' class has brings a bias of zeros. A shared tensor comes when
-    the last of its parts has been met; one that lacks a part never does.
+    Only tensors that several logical ones share, or that lie otherwise in the files, are copies. A shared one is
+    yielded when the last of its parts has come, and never if one is missing. A tensor that the files hold several times
+    is yielded as often. A router without a selection bias, in a class that has one, also yields a bias of zeros.
     """
     begun: dict[str, tuple[Tensor, set[str]]] = {}  # name in the files -> the tensor, and the parts still to come
     for name, tensor in tensors:
@@ -130,6 +133,6 @@ def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
 
 
 def lacks_bias(config: ModelConfig, name: str) -> bool:
-    """Whether ``name`` is the weight of a router that has a selection bias in transformers' class, but not here."""
+    """Whether ``name`` is the weight of a router whose class has a selection bias, which this model does not have."""
     has_bias = config.moe is not None and config.moe.balance.moves_bias
     return family_of(config.family).has_selection_bias and name.endswith("router.weight") and not has_bias
