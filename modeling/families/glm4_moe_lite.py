@@ -47,7 +47,7 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_kinds(n_layers: int, dense: set[int]) -> list[str]:
-    """transformers' list of each layer's kind of feed-forward layer: dense or sparse."""
+    """The list, as transformers has it, of each layer's kind of feed-forward layer: dense or sparse."""
     return ["dense" if layer in dense else "sparse" for layer in range(n_layers)]
 
 

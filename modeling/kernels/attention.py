@@ -225,7 +225,7 @@ def scale_of(q_BSHC: Tensor, scale: float | None) -> float:
 
 
 def varlen_kernel(*, grouped: bool) -> tuple[Callable[..., Tensor], dict[str, bool]]:
-    """torch's variable-length attention, and the options with which it takes ``grouped`` key-value heads.
+    """The variable-length attention of torch, and the options with which it takes ``grouped`` key-value heads.
 
     From torch 2.12 on grouped heads need an option, which 2.11 does not have.
     """

@@ -105,12 +105,12 @@ class Fp8Grouped(Function):
 
 
 def product(rows_RI: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
-    """rows @ weight.T (R, O) in bf16, with both factors quantized to 8 bits along I."""
+    """The product rows @ weight.T (R, O) in bf16, with both factors quantized to 8 bits along I."""
     return multiplied(cuts.of_rows(rows_RI), cuts.of_weight(weight_OI, across=False), rows_RI.dtype, fast=True)
 
 
 def product_back(grad_RO: Tensor, weight_OI: Tensor, cuts: Cuts) -> Tensor:
-    """grad @ weight (R, I) in bf16, with both factors quantized to 8 bits along O."""
+    """The product grad @ weight (R, I) in bf16, with both factors quantized to 8 bits along O."""
     return multiplied(cuts.of_gradient(grad_RO), cuts.of_weight(weight_OI, across=True), grad_RO.dtype, fast=True)
 
 
@@ -122,7 +122,7 @@ def sum_over_rows(grad_RO: Tensor, rows_RI: Tensor, cuts: Cuts) -> Tensor:
 
 
 def multiplied(rows: Cut, weight: Cut, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """rows (R, I) @ weight (O, I).T of quantized factors, in ``dtype``.
+    """The product rows (R, I) @ weight (O, I).T of quantized factors, in ``dtype``.
 
     ``fast`` is passed to ``scaled_product``. On a CPU the factors are multiplied in bf16.
     """

@@ -33,7 +33,7 @@ class AdamWConfig(UpdateRule):
         return ("exp_avg", "exp_avg_sq")
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """muP's factor of the learning rate, 1 / r_in (Tensor Programs V, table 3).
+        """The factor of the learning rate under muP, 1 / r_in (Tensor Programs V, table 3).
 
         Adam's update of an element has the same size whatever the gradient's size is.
         """
@@ -41,7 +41,7 @@ class AdamWConfig(UpdateRule):
         return 1 / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """torch's AdamW over the groups."""
+        """The AdamW of torch."""
         from torch.optim import AdamW
 
         return AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=fused)

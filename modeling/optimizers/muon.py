@@ -66,7 +66,7 @@ class MuonConfig(UpdateRule):
         return replace(self, iteration_dtype="fp32")
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """muP's factor of the learning rate: sqrt(r_out / (r_in r_longer)) for a hidden matrix, otherwise AdamW's.
+        """The factor of the learning rate under muP: sqrt(r_out / (r_in r_longer)) for hidden matrices, else AdamW's.
 
         An update's spectral norm should be in proportion to sqrt(fan_out / fan_in) (Yang, Simon & Bernstein 2023,
         arXiv:2310.17813, condition 1); Muon's is lr 0.2 sqrt(max(fan_in, fan_out)). ``r_longer`` is that maximum

@@ -57,7 +57,10 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def states(self) -> tuple[str, ...]:
-        """torch's names of the tensors that the rule keeps for each weight, in its shape. Checkpoints hold them."""
+        """The names, torch's, of the tensors that the rule keeps for each weight, in its shape.
+
+        Checkpoints hold them.
+        """
 
     def states_of(self, weight: Weight) -> tuple[str, ...]:
         """The ones of ``states`` that the rule keeps for this weight."""
@@ -92,7 +95,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """muP's factor of the learning rate for a weight whose dims are ``widths`` times the base model's.
+        """The factor of the learning rate under muP for a weight whose dims are ``widths`` times the base model's.
 
         ``shape`` is the whole weight's, whatever part of it a rank holds. The factor is 1 where no dim differs from the
         base model's. ``modeling.mup`` has the table of factors and its derivation.

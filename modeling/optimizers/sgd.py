@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(UpdateRule):
-    """Stochastic gradient descent with momentum: linear in the gradient, so tests of equality use it."""
+    """Stochastic gradient descent with momentum: linear in the gradient, so it is what equality is tested with."""
 
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = field(default=0.1, metadata={"usual": 3e-4})
@@ -28,12 +28,12 @@ class SGDConfig(UpdateRule):
         return ("momentum_buffer",) if self.momentum else ()
 
     def width_scale(self, weight: Weight, shape: tuple[int, ...], widths: Widths) -> float:
-        """muP's factor of the learning rate, r_out / r_in (Tensor Programs V, table 3)."""
+        """The factor of the learning rate under muP, r_out / r_in (Tensor Programs V, table 3)."""
         r_in, r_out = fan_ratios(weight, widths)
         return r_out / r_in
 
     def build(self, groups: list[dict[str, Any]], *, fused: bool) -> "torch.optim.Optimizer":
-        """torch's SGD over the groups."""
+        """The SGD of torch."""
         from torch.optim import SGD
 
         return SGD(groups, lr=self.lr, momentum=self.momentum, fused=fused)
