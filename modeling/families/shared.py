@@ -304,7 +304,7 @@ def number(value: Any) -> Mapping[str, Any]:
 
 
 def layer_types(n_layers: int, full: Iterable[int], other: str = WINDOWED) -> list[str]:
-    """transformers' list of each layer's kind of attention: full in the layers ``full``, ``other`` in the rest."""
+    """The list, as transformers has it, of each layer's attention: full in ``full``, ``other`` in all other layers."""
     those = {*full}
     return ["full_attention" if layer in those else other for layer in range(n_layers)]
 
