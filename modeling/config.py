@@ -68,7 +68,7 @@ class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     The keys and values of all heads are expanded from one small vector of each token, the latent. A head's query and
-    key have d_nope channels without position and d_rope that turn; the latter are the same in the keys of all heads.
+    key have d_nope channels without position and d_rope that RoPE rotates; the latter are the same in all heads' keys.
     """
 
     noun: ClassVar[str] = "latent attention"

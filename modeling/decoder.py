@@ -179,8 +179,8 @@ class Decoder(nn.Module):
     lacks the model's beginning or its end has None in place of those modules. ``mtp`` are the modules of multi-token
     prediction, keyed by the numbers of the layers that they use, which come after the model's own.
 
-    ``takes_tokens`` says that the input is token ids rather than hidden states. The embedding's presence does not tell:
-    ``mtp`` needs it too.
+    ``takes_tokens`` says that the input is token ids rather than hidden states. The presence of the embedding does not
+    decide that, since ``mtp`` needs it too.
     """
 
     embed: Embedding

@@ -113,7 +113,7 @@ FAMILY = Family(
     },
     constants={
         **DECODER_CONSTANTS,
-        # The class does not look at these; other programs that read the files do.
+        # The class ignores these keys; other programs that read the files use them.
         "n_group": 1,
         "num_expert_groups": 1,
         "num_limited_groups": 1,

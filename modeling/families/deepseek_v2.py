@@ -49,7 +49,7 @@ FAMILY = Family(
         "attention_bias": False,
         "mlp_bias": False,
         "norm_topk_prob": False,
-        # The class does not look at these; other programs that read the files do.
+        # The class ignores these keys; other programs that read the files use them.
         "moe_layer_freq": 1,
         "scoring_func": "softmax",
     },

@@ -66,7 +66,7 @@ FAMILY = Family(
         **DECODER_CONSTANTS,
         "attention_bias": False,
         "rope_interleave": True,
-        # The class does not look at these; other programs that read the files do.
+        # The class ignores these keys; other programs that read the files use them.
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

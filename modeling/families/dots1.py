@@ -95,7 +95,7 @@ FAMILY = Family(
     },
     constants={
         **DECODER_CONSTANTS,
-        # The class does not look at these; other programs that read the files do.
+        # The class ignores these keys; other programs that read the files use them.
         "moe_layer_freq": 1,
         "topk_method": "noaux_tc",
     },

@@ -72,7 +72,7 @@ FAMILY = Family(
     constants={
         **DECODER_CONSTANTS,
         "router_jitter_noise": 0.0,
-        # The class does not look at these; other programs that read the files do.
+        # The class ignores these keys; other programs that read the files use them.
         "qk_norm_type": "per_layer",
         "scoring_func": "sigmoid",
         "shared_intermediate_size": 0,

@@ -57,7 +57,7 @@ FAMILY = Family(
         "original_max_position_embeddings": Key(ours=(), write=original_length, read=whole_number),
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
-    ignored={"embd_pdrop": 0.0},  # the class does not look at it
+    ignored={"embd_pdrop": 0.0},  # the class ignores it
     passed_over=frozenset(
         {"full_attn_mod", "interpolate_factor", "lm_head_bias", "mlp_bias"}
     ),  # Phi-4-mini's file has them

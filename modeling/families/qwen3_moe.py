@@ -33,7 +33,7 @@ FAMILY = Family(
         **EXPERT_LAYER_KEYS,
         "num_experts": "moe.n_experts",
         "sliding_window": "sliding_window",
-        "use_sliding_window": Key(  # after sliding_window: without it, that is not looked at
+        "use_sliding_window": Key(  # to be read after sliding_window: if false, the class ignores that one
             ours=("sliding_window",),
             write=lambda config: config.sliding_window is not None,
             read=lambda used: {} if checked(used, bool) else {"sliding_window": None},

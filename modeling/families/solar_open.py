@@ -31,7 +31,7 @@ FAMILY = Family(
         "n_group": "moe.n_groups",
         "topk_group": "moe.top_k_groups",
     },
-    # The class does not look at first_k_dense_replace and use_qk_norm; other programs that read the files do.
+    # The class ignores first_k_dense_replace and use_qk_norm; other programs that read the files use them.
     constants={**DECODER_CONSTANTS, "first_k_dense_replace": 0, "use_qk_norm": False},
     ignored={"output_router_logits": False},
     passed_over=frozenset({"intermediate_size"}),  # no layer is dense
@@ -57,7 +57,7 @@ FAMILY = Family(
     },
     aliases={"num_local_experts": "n_routed_experts"},
     # models/solar_open: SolarOpenTopkRouter is sigmoid with a selection bias and takes a top 2 within each group of
-    # experts; shared_experts are always built; all channels turn; only causal masks.
+    # experts; shared_experts are always built; all channels are rotated; only causal masks.
     allowed={"moe.n_dense_layers": (0,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_experts": 2, "moe.n_shared_experts": 1},
     published={},

@@ -1,12 +1,12 @@
 r"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464, sections 3.1 and 3.3), within documents, in chunks.
 
-A head's matrix S (C x W) goes from token to token, and at a document's first token begins with zeros:
+A head's state, the matrix S (C x W), goes from token to token, and is zero before a document's first token:
 
     S_t = exp(g_t) (I - b_t k_t k_t^T) S_(t-1) + b_t k_t v_t^T,      o_t = S_t^T q_t / sqrt(C)
 
-q and k have unit length; g <= 0 lets the matrix fade, and b in (0, 1) is how much of what stands under a key is
-replaced. In a chunk of n tokens what each one writes follows from those before it in the chunk by one triangular system
-(the WY form, modeling.kernels.delta_chunks), so that only the matrix between chunks is computed one after another.
+q and k have unit length; g <= 0 is the logarithm of the state's decay, and b in (0, 1) is the share of the value under
+a key that is replaced. In a chunk of n tokens, one triangular system gives what each token writes (the WY form,
+modeling.kernels.delta_chunks), so that only the state between chunks is computed one after another.
 
 Shape letters: B batch, S sequence, G key heads, R value heads of one key head, H = G * R value heads, C channels of a
 key, W of a value, N chunks, n tokens of a chunk.
