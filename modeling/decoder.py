@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
     def joined(
         self, hidden_BSD: Tensor, out_BSD: Tensor, norm: Norm | None, dropout: Dropout, context: Context
     ) -> Tensor:
-        """The residual stream plus a block's output, which is first normed (if there is a norm), scaled and dropped."""
+        """The residual stream plus a block's output, after the output's norm (if any), scaling and dropout."""
         out_BSD = out_BSD if norm is None else norm(out_BSD)
         out_BSD = out_BSD if self.residual_scale == 1 else out_BSD * self.residual_scale
         return hidden_BSD + dropout(out_BSD, context.between_layers.draws)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts (Baidu, 2025): softmax routing with a selection bias, shared experts, dense layers around."""
+"""ERNIE 4.5 with experts (Baidu, 2025): softmax routing, a selection bias, shared experts, dense layers around."""
 
 from collections.abc import Mapping
 from typing import Any
