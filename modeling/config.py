@@ -1,9 +1,9 @@
 """The configuration of a decoder: plain values, no torch.
 
 The type of each number gives its range. The error about a number outside its range suggests the field's default, or the
-``usual`` value in the field's metadata. `roundtable prove` changes the numbers of optional sections: to at most the
-metadata's ``small``, and where they are not 0 to at least its ``strong``, so that a fault shows. ``problems()`` yields
-a message for each broken rule between the fields of a section.
+``usual`` value in the field's metadata. `roundtable prove` runs a small model: it sets a number that is neither 0 nor
+None to at most its metadata's ``small``, and to at least its ``strong``, so that a fault shows. ``problems()`` yields a
+message for each broken rule between the fields of a section.
 """
 
 from collections.abc import Iterator
