@@ -1,8 +1,8 @@
-"""The command line: each command parses, loads and checks the config, and calls one function.
+"""The `roundtable` command line: each command parses arguments, loads and checks the config, and calls one function.
 
-Exit codes: 0 done; 2 the user's input is wrong (one line a problem on stderr, nothing created); 3 stopped by health;
-75 stopped on request after saving; 130 interrupted; 1 anything else. Heavy libraries are imported inside the commands
-that need them, so that help and refusals are quick and print nothing of theirs.
+Exit codes: 0 success; 2 wrong user input (one line per problem on stderr, nothing created); 3 stopped by a rule of the
+config's `health`; 75 stopped on request after saving a checkpoint; 130 interrupted; 1 any other failure. Commands
+import the heavy libraries that they need, so that help and error messages come quickly and without their own output.
 """
 
 import os
@@ -68,7 +68,7 @@ def _options(
 ) -> None:
     """Options that come before the command."""
     check_current_folder()
-    if context.invoked_subcommand != "doctor":  # which says what will not work
+    if context.invoked_subcommand != "doctor":  # which itself reports limits that are too low
         check_limits()
 
 
@@ -396,12 +396,12 @@ def profile(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; ``arguments`` default to the process's own."""
+    """Runs one command and returns its exit code; ``arguments`` default to ``sys.argv[1:]``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
     keep_others_from_writing()
     mend_bash_words()
-    os.environ["MPLBACKEND"] = "agg"  # Jupyter has its processes inherit one of its own, which may not be here
+    os.environ["MPLBACKEND"] = "agg"  # child processes of Jupyter inherit its own, which may not be installed here
     if arguments is None:
         sys.excepthook = show_exception
         hold_interrupts_while_importing()
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    """Runs one command; returns its exit code, and that of what it raises."""
+    """Runs one command and returns its exit code; errors of known kinds are printed to stderr and become exit codes."""
     try:
         code = app(args=given or ["--help"], prog_name="roundtable", standalone_mode=False) or 0
         end_output()
@@ -426,7 +426,7 @@ def _run(given: list[str]) -> int:
     except OSError as error:
         try:
             end_output()
-        except Unheard as unheard:  # of the help page, which typer prints
+        except Unheard as unheard:  # typer prints the help page itself, past `say`
             return _end_unheard(unheard)
         line = why_refused(error)
         if line is None:
@@ -445,7 +445,7 @@ def _run(given: list[str]) -> int:
 
 
 def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:
-    """What typer says of a wrong command line, and the value that it does not say."""
+    """typer's message about a wrong command line, with the invalid value added where typer leaves it out."""
     message = " ".join(error.format_message().split()).rstrip(".")
     options = getattr(getattr(error, "param", None), "opts", ())
     values = []
@@ -466,7 +466,7 @@ def _refuse(lines: Sequence[str]) -> int:
 
 
 def _end_unheard(error: Unheard) -> int:
-    """Ends a command whose output nobody takes; returns exit code 1. A reader that has gone needs no words."""
+    """Ends a command whose output cannot be written, with exit code 1. A pipe closed by its reader is not reported."""
     if not error.is_closed:
         tell(f"standard output takes no more: {error}; give it a place with room")
     drop_output()

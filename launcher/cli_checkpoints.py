@@ -1,4 +1,4 @@
-"""The command line's part about checkpoints: what one holds, how good it is, and what others read."""
+"""The commands on checkpoints: verify, show, evaluate, export, import, average, generate and inspect."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from launcher.completion import offer_checkpoints
 from launcher.console import say
 from launcher.errors import UserError
 
-of_checkpoints = typer.Typer()  # without a name: its commands stand beside the others
+of_checkpoints = typer.Typer()  # without a name, so that its commands are top-level ones
 checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
 of_checkpoints.add_typer(checkpoint_app, name="checkpoint")
 

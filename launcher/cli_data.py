@@ -1,4 +1,4 @@
-"""The command line's part about a run's data: what a step saw, which steps saw a document, where two runs part."""
+"""The `roundtable data` commands: the data of a step, the steps that saw a document, where two runs' data differ."""
 
 from typing import Annotated
 

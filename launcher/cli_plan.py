@@ -1,4 +1,4 @@
-"""The command line's `plan`, which `launcher.cli` has among its own."""
+"""The `roundtable plan` command, which `launcher.cli` adds to its top-level ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from launcher.errors import UserError
 
 of_plan = typer.Typer()
 
-TRACES = 3  # of a search's best layouts, where nothing is said
+TRACES = 3  # how many of a search's best layouts are traced without --traces
 
 
 @of_plan.command()

@@ -1,4 +1,4 @@
-"""The command line's part about recorded steps: what one was made of, and going on from one otherwise."""
+"""The commands on recorded steps: replay and blame execute one again, branch continues from a checkpoint."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from launcher.arguments import (
     StepOption,
 )
 
-of_replay = typer.Typer()  # without a name: its commands stand beside the others
+of_replay = typer.Typer()  # without a name, so that its commands are top-level ones
 
 
 @of_replay.command("replay")

@@ -1,6 +1,6 @@
-"""What a shell offers after <TAB>: config keys and their values, runs and checkpoints. No torch is imported for it.
+"""Shell completion: the config keys, their values, runs and checkpoints offered after <TAB>, without importing torch.
 
-Only names of plain letters are offered, for shells take what they are given apart once more.
+Only words of letters, digits and a few safe signs are offered, because shells split and expand completions again.
 """
 
 import os
@@ -20,7 +20,7 @@ MOST = 500  # offers; nobody reads more
 
 
 def offer_files(incomplete: str) -> list[str]:
-    """No completions, upon which the shell offers file names."""
+    """No completions, so that the shell offers file names."""
     return []
 
 
@@ -30,9 +30,10 @@ def offer_shells(incomplete: str) -> list[str]:
 
 
 def offer_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Keys that begin so, each with ``=``; after it the values of what has a fixed set of them.
+    """Completions of a ``key=value`` word: keys that begin with it, each with ``=``; after the ``=`` the key's values.
 
-    A key that stands alone comes with its default as well, so that a shell puts no space behind the ``=``.
+    An empty word offers only sections and top-level keys. A single matching key is offered with its default too, since
+    a shell would put a space behind the ``=`` of a sole completion.
     """
     before = list(ctx.params.get("overrides") or ())
     if before[-1:] == ["="]:  # bash takes key=value for three words
@@ -50,7 +51,7 @@ def offer_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def all_keys() -> list[str]:
-    """Every key that an override can set: of plain values, and of sections that can be null."""
+    """Every dotted key that holds a plain value or a list of them, except those of ``data.sources``."""
     from launcher.config.schema import leaf_keys
     from launcher.config.tree import RunConfig
 
@@ -81,12 +82,12 @@ def _written(value: Any) -> str:
 
 
 def offer_runs(incomplete: str) -> list[str]:
-    """Runs below runs, by name, or by path where one is begun."""
+    """The runs in the folder ``runs`` that begin with the word: their names, or their paths if it contains a slash."""
     return [path for path in _plain_paths(_runs(incomplete)) if path.startswith(incomplete)][:MOST]
 
 
 def offer_checkpoints(incomplete: str) -> list[str]:
-    """Run directories; once one is named, its checkpoints."""
+    """The run directories that begin with the word; once it names one, that run and its checkpoints, newest first."""
     run, found, _ = incomplete.rpartition("/checkpoints/")
     if not found and (Path(incomplete) / "checkpoints").is_dir():
         run, found = incomplete.rstrip("/"), "/"
@@ -112,7 +113,10 @@ def _plain_paths(paths: list[str]) -> Iterator[str]:
 
 
 def mend_bash_words(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has bash's word ``=``, with the cursor behind it, followed by an empty one: the value that is to be completed."""
+    """Moves bash's cursor from the word ``=`` to the one behind it, so that the value after ``key=`` is completed.
+
+    Bash splits ``key=value`` at the ``=``. Changes COMP_CWORD in ``environment``, and only for bash's completion.
+    """
     if environment.get("_ROUNDTABLE_COMPLETE") != "complete_bash":
         return
     words, at = environment.get("COMP_WORDS", "").split("\n"), environment.get("COMP_CWORD", "")

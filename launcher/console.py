@@ -1,8 +1,8 @@
-"""The one way out to the terminal: control characters in what was read from somewhere are shown, never executed.
+"""All output to the terminal: control characters in names, texts and errors are printed as escapes, never executed.
 
 Names, texts and errors come from files that somebody else has written. Control characters in them would move the
-cursor, set titles or paint over lines, and rich would take brackets for markup; here they come out escaped. Rich's own
-codes pass.
+cursor, set titles or paint over lines, and rich would take brackets for markup. Only rich's own control codes are
+written as they are.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.progress import TextColumn
 
-# Control characters but for newline and tab; what reverses the direction of writing; line ends that only some see; and
-# halves of characters, which stand for the bytes of a file's name that are no text.
+# Control characters but for newline and tab; characters that reverse the direction of writing; line separators that
+# only some programs know; and lone surrogates, which stand for the bytes of a file name that cannot be decoded.
 _UNSAFE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
 )
@@ -32,7 +32,7 @@ LONGEST_REFUSAL = 3000  # characters
 
 
 class Unheard(Exception):
-    """Nobody takes what is written: the reader has gone (then ``is_closed``), or the disk is full."""
+    """Output cannot be written: the pipe's reader has closed it (then ``is_closed``), or the disk is full."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error.strerror)
@@ -48,17 +48,17 @@ def _hearing() -> Iterator[None]:
 
 
 def escaped(text: str) -> str:
-    r"""The text with each character that a terminal acts on as ``\x1b`` or ``\u202e``; JSON stays the same JSON."""
+    r"""The text with each control character as an escape such as ``\x1b`` or ``\u202e``; JSON keeps its meaning."""
     return _UNSAFE.sub(lambda found: _code(ord(found[0])), text)
 
 
 def in_a_line(text: str) -> str:
-    """``escaped``, with newlines and tabs escaped as well: what is shown within a line."""
+    """The text on one line: control characters, newlines and tabs are escaped."""
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def refusal(text: str) -> str:
-    """``in_a_line``, the middle left out where it is long: a value may be as long as a user makes it."""
+    """The text on one line, escaped, without its middle beyond LONGEST_REFUSAL: a user's value may be of any length."""
     line = in_a_line(text)
     half = LONGEST_REFUSAL // 2
     return line if len(line) <= LONGEST_REFUSAL else f"{line[:half]} ... {line[-half:]}"
@@ -69,9 +69,10 @@ def _code(number: int) -> str:
 
 
 def say(text: str, *, file: TextIO | None = None, end: str = "\n", raw: bool = False) -> None:
-    """Writes a line to standard output, or to ``file``, and flushes it. Raises Unheard where nobody takes it.
+    """Writes a line to standard output, or to ``file``, and flushes it. Raises Unheard where it cannot be written.
 
-    ``raw`` leaves the text as it is: for output that a program is to read. What the stream's encoding lacks is escaped.
+    ``raw`` leaves control characters as they are, for output that a program is to read. Characters that the stream's
+    encoding lacks are always escaped.
     """
     stream = sys.stdout if file is None else file
     if stream is None:  # closed before the start
@@ -84,12 +85,12 @@ def say(text: str, *, file: TextIO | None = None, end: str = "\n", raw: bool = F
 
 
 def _in_encoding(text: str, encoding: str) -> str:
-    """The text, what the encoding lacks escaped."""
+    """The text with the characters that the encoding lacks escaped."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def is_heard(text: str, file: TextIO | None = None) -> bool:
-    """``say``, where nothing depends on it: False where nobody takes it, and standard output then takes no more."""
+    """Writes a line; returns False where it cannot be written, and then discards all further standard output."""
     try:
         say(text, file=file)
     except Unheard:
@@ -99,19 +100,19 @@ def is_heard(text: str, file: TextIO | None = None) -> bool:
 
 
 def tell(text: object) -> None:
-    """Writes a line, or an error's, to standard error; where nobody takes it, nobody is to be told."""
+    """Writes a line, or an error's message, to standard error; does nothing where that cannot be written."""
     if sys.stderr is not None:
         with contextlib.suppress(Unheard):
             say(str(text), file=sys.stderr)
 
 
 def open_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A rich console for tables, bars and live views; strings given to it are no markup."""
+    """A rich console for tables, bars and live views; strings given to it are not read as markup."""
     return _Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
 def text_column(form: str) -> "TextColumn":
-    """A column of a progress bar; what is filled in is no markup."""
+    """A text column of a progress bar; the values that are filled into ``form`` are not read as markup."""
     from rich.progress import TextColumn
 
     return TextColumn(form, markup=False)
@@ -119,20 +120,20 @@ def text_column(form: str) -> "TextColumn":
 
 class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escaped before it is measured."""
+        """Escapes the text before rich measures its width."""
         return super().render_str(_in_encoding(escaped(text), self.encoding), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does it. Raises Unheard where nobody takes it."""
+        """Prints as rich does. Raises Unheard where the output cannot be written."""
         with _hearing():
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """What rich calls where the reader has gone. Raises Unheard."""
+        """Raises Unheard; rich calls this where the pipe's reader has closed it."""
         raise Unheard(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Escapes what is left, in texts with styles."""
+        """Escapes the segments of styled texts, which do not pass through ``render_str``."""
         return _safe(super().render(renderable, options), self.encoding)
 
 
@@ -142,27 +143,27 @@ def _safe(segments: Iterable[Segment], encoding: str) -> Iterator[Segment]:
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's ``sys.excepthook``, escaped: an exception's message may hold what was read."""
+    """Prints an uncaught exception as ``sys.excepthook`` does, but escaped, since its message may hold a file's text."""
     tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 def end_output() -> None:
-    """Makes sure that all of standard output has been taken. Raises Unheard."""
+    """Flushes standard output. Raises Unheard where it cannot be written."""
     if sys.stdout is not None:
         with _hearing():
             sys.stdout.flush()
 
 
 def drop_output() -> None:
-    """Sends what standard output still holds, and all that comes, to nowhere; so that its end raises nothing."""
-    with contextlib.suppress(OSError, ValueError):  # a stream of a test's has no descriptor
+    """Redirects standard output, with its buffered text, to /dev/null, so that flushing it at exit raises nothing."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that a test puts in its place has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
 def readable(given: str, option: str) -> tuple[str, list[str]]:
-    """The text of an option as text, and what is wrong with its bytes.
+    """An option's text, decoded as UTF-8 whatever the locale, and a line for its first byte that is not UTF-8, if any.
 
     Python hands over an argument's bytes that the locale cannot read (LC_ALL=C, or no UTF-8) as lone surrogates.
     """

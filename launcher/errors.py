@@ -1,4 +1,4 @@
-"""The error that a user's mistake raises, and how the machine's refusals are told."""
+"""The error that a user's mistake raises, and one-line messages for errors of the operating system and of stores."""
 
 import errno
 import os
@@ -31,7 +31,11 @@ WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # the user's mistake rather than
 
 
 def why_refused(error: OSError) -> str | None:
-    """What the machine refuses, in a line with a remedy: room, rights, files, disk, path, store; None for others."""
+    """A one-line message with a remedy for an OSError of a known kind; None for others.
+
+    Known are: no space, no permission, too many or too large files, a broken disk, an unusable path, no temporary
+    folder, and a store or object that cannot be reached.
+    """
     if isinstance(error, UNREACHABLE):
         return f"{error}; check the network or the disk, the address, and the keys that lead to it"
     remedies = {
@@ -51,7 +55,7 @@ def why_refused(error: OSError) -> str | None:
 
 
 def why_not_encoded(error: UnicodeEncodeError) -> str | None:
-    """What this locale cannot write, in a line with a remedy; None where the locale is one of UTF-8."""
+    """A one-line message with a remedy for text that the locale cannot encode; None where the locale uses UTF-8."""
     encoding = sys.getfilesystemencoding()
     if encoding == "utf-8":
         return None

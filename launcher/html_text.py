@@ -6,5 +6,5 @@ from launcher.console import escaped
 
 
 def text(value: object) -> str:
-    """As it stands in a page: markup escaped, and so are control characters and what reverses writing."""
+    """The value as HTML text: markup, control characters and characters that reverse writing are escaped."""
     return escape(escaped(str(value)), quote=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C while libraries are imported, which takes seconds, from a busy file server minutes, and on the way out."""
+"""Handling of Ctrl-C while libraries are imported (seconds, minutes from a busy file server) and during exit."""
 
 import _thread
 import os
@@ -7,22 +7,22 @@ import time
 from types import FrameType
 
 AGAIN_SECONDS = 0.05
-PATIENCE_SECONDS = 0.5  # within which interrupts are one: a shell's to the group, and one more to the process
+PATIENCE_SECONDS = 0.5  # interrupts within it count as one: a shell's to the group, and another to the process
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, by itself or by what it raised
 
 
 def hold_interrupts_while_importing() -> None:
-    """An interrupt that arrives during an import is raised after it, a second one ends the process at once.
+    """Installs a SIGINT handler that delays an interrupt during an import to its end; a second one ends the process.
 
-    torch and numpy import each other from C code, which drops the exception and goes on with a library half made. The
-    main thread calls it.
+    torch and numpy import each other from C code, which would drop the exception and go on with a half-initialised
+    library. The main thread must call it. Does nothing where SIGINT does not have Python's default handler.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _Held().interrupt)
 
 
 def leave_at_interrupt() -> None:
-    """A second interrupt, on the way out, ends the process at once. The main thread calls it."""
+    """From here on an interrupt ends the process at once; for the way out. The main thread must call it."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 
@@ -31,10 +31,10 @@ class _Held:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        self.is_ours = False  # the signal that comes next is the one that was held
+        self.is_ours = False  # the next signal is `again`'s repeat of the one that was held
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Handles SIGINT: raises KeyboardInterrupt outside of imports, and during one has the signal repeated soon."""
         is_ours, self.is_ours = self.is_ours, False
         if not _is_importing(frame):
             self.since = None
@@ -49,7 +49,7 @@ class _Held:
         _thread.start_new_thread(self.again, (signum,))  # without the locks of threading, which an import may hold
 
     def again(self, signum: int) -> None:
-        """Asks once more, a moment later."""
+        """Sends the signal to this process once more after a short wait; runs in a thread of its own."""
         time.sleep(AGAIN_SECONDS)
         self.is_ours = True
         os.kill(os.getpid(), signum)

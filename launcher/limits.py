@@ -1,4 +1,4 @@
-"""What the shell lets a process have, against what training takes: too little is told before anything is created."""
+"""Checks of the shell's resource limits against what training needs, made before anything is created."""
 
 import os
 import resource
@@ -14,10 +14,10 @@ ADDRESS_SPACE_GIB = 4  # torch and its threads reserve far more than they use
 
 
 def check_limits(n_ranks: int = 1) -> None:
-    """Raises this process's limits to what it may have, and refuses what is too small even so.
+    """Raises this process's soft limits to the hard ones; raises UserError where ``n_ranks`` ranks need more.
 
-    They are ``ulimit -n``, ``-v`` and, but for root, whom the kernel holds to none, ``-u``. Processes that are started
-    from here inherit them.
+    The limits are those of ``ulimit -n`` (open files), ``-v`` (address space) and ``-u`` (processes and threads, from
+    which the kernel exempts root). Processes that are started from here inherit them.
     """
     needed = OPEN_FILES + OPEN_FILES_OF_A_RANK * n_ranks
     problems = []
@@ -39,7 +39,7 @@ def check_limits(n_ranks: int = 1) -> None:
 
 
 def check_current_folder() -> None:
-    """Refuses a current folder that was removed: libraries end the process over it, or nothing is found there."""
+    """Raises UserError where the current folder was removed: libraries would crash, and relative paths lead nowhere."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -47,14 +47,14 @@ def check_current_folder() -> None:
 
 
 def check_local_ranks(ranks: int | None) -> None:
-    """Refuses more processes to be started here than a machine holds: all would be started before one fails."""
+    """Raises UserError above MOST_LOCAL_RANKS processes on this machine: all would be started before one fails."""
     if ranks is not None and ranks > MOST_LOCAL_RANKS:
         rule = f"must be at most {MOST_LOCAL_RANKS}, since all are processes of this machine"
         raise UserError([f"--ranks={ranks} {rule}; lower it, or use several machines (`submit`, srun or torchrun)"])
 
 
 def keep_others_from_writing() -> None:
-    """Whatever the umask lets through, nothing that is made from here on is writable for everybody."""
+    """Tightens the umask so that no file or folder created from here on is writable by everybody."""
     os.umask(os.umask(0o077) | 0o002)
 
 

@@ -1,4 +1,4 @@
-"""Files that take their place in one act: written beside it, under a hidden name that ends as theirs does."""
+"""Files that appear atomically: written beside their place under a hidden name with the same suffix, then renamed."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Where to write what becomes ``target`` when the block ends; gone where the block fails, by Ctrl-C too.
+    """A path to write to, renamed to ``target`` when the block ends, removed where the block fails (also by Ctrl-C).
 
     with new_file(Path("report.html")) as partial:
         partial.write_text(page)

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all: made under a hidden name beside their own, and renamed at the end."""
+"""Folders that appear complete or not at all: filled under a hidden name beside their place, and renamed at the end."""
 
 import errno
 import shutil
@@ -14,10 +14,11 @@ from parallel.processes.stop import undoing
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """The folder to fill, which becomes ``out``, durably, when the block ends, and is gone where it fails.
+    """A new folder to fill, synced and renamed to ``out`` when the block ends, and removed where the block fails.
 
-    SIGTERM and SIGHUP are such failures: a job's end leaves nothing. ``out`` must not be there, or be an empty folder.
-    Raises UserError where another process makes it meanwhile, and where one of this id was killed before it was done.
+    SIGTERM and SIGHUP count as failures, so that a job that is ended leaves nothing behind. ``out`` must not exist, or
+    be an empty folder. Raises UserError where another process has made ``out`` meanwhile, and where a killed process
+    of the same id has left its hidden folder.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Writing a safetensors file, so that a machine that refuses it is heard as for any other file."""
+"""Writing a safetensors file; errors of the operating system are raised as OSError, as for any other file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +10,6 @@ from data.refusals import refusals_of
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes CPU tensors, contiguous, to ``path``. Raises OSError where the disk is full, read-only, gone, ..."""
+    """Writes contiguous CPU tensors to ``path``. Raises OSError, naming it, where the disk is full, read-only, ..."""
     with refusals_of(path):
         save_file(dict(tensors), path, metadata=metadata)

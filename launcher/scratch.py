@@ -11,7 +11,7 @@ from parallel.processes.stop import undoing
 
 @contextmanager
 def scratch_folder(prefix: str = "roundtable-") -> Iterator[Path]:
-    """An empty folder, gone when the block ends, by SIGTERM too.
+    """A new empty folder, removed when the block ends, also by SIGTERM.
 
     Raises OSError, which names TMPDIR, where its disk is full.
     """

@@ -7,7 +7,8 @@ import sys
 def open_closed_streams() -> None:
     """Opens /dev/null in the place of each standard stream that is closed.
 
-    Else the next file that is opened takes its number, and what is printed goes into that file. Called first of all.
+    Otherwise the next file that is opened takes the stream's descriptor, and what is printed goes into that file.
+    Must be called before any file is opened.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:

@@ -1,4 +1,4 @@
-"""Tables without frames on standard output, and sizes as people read them."""
+"""Tables without frames on standard output, and losses and sizes as readable text."""
 
 from rich.console import Console
 from rich.table import Table
@@ -6,7 +6,7 @@ from rich.table import Table
 from launcher.console import open_console
 
 WIDE = 1000  # columns
-MOST_IN_FULL = 1e6  # a loss above it has diverged, and is of any length
+MOST_IN_FULL = 1e6  # a loss above it has diverged, and may have any number of digits
 
 
 def wide_console() -> Console:
@@ -27,12 +27,12 @@ def plain_table(*titles: str) -> Table:
 
 
 def loss_text(value: float, places: int = 4) -> str:
-    """A loss as people read it: 2.7081; of a diverged one its magnitude, 1.234e+30."""
+    """A loss with ``places`` decimals, 2.7081; a diverged one, from MOST_IN_FULL on, with an exponent, 1.234e+30."""
     return f"{value:.4g}" if abs(value) >= MOST_IN_FULL else f"{value:.{places}f}"
 
 
 def size_text(n_bytes: float) -> str:
-    """Bytes as people read them: 1.5 GiB."""
+    """A number of bytes in the largest fitting unit: 1.5 GiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"
