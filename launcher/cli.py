@@ -445,7 +445,7 @@ def _run(given: list[str]) -> int:
 
 
 def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:
-    """typer's message about a wrong command line, with the invalid value added where typer leaves it out."""
+    """Typer's message about a wrong command line, with the invalid value added where typer leaves it out."""
     message = " ".join(error.format_message().split()).rstrip(".")
     options = getattr(getattr(error, "param", None), "opts", ())
     values = []

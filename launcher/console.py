@@ -143,7 +143,7 @@ def _safe(segments: Iterable[Segment], encoding: str) -> Iterator[Segment]:
 
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an uncaught exception as ``sys.excepthook`` does, but escaped, since its message may hold a file's text."""
+    """Prints an uncaught exception as ``sys.excepthook`` does, but escaped: its message may hold a file's text."""
     tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 

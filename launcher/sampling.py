@@ -6,7 +6,7 @@ LEAST_TEMPERATURE = 1e-6  # logits divided by less leave the range of fp32
 
 
 def sampling_rules(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[tuple[str, float, str]]:
-    """(name, value, the broken rule with a remedy) of each option that is out of its range; for top_k and top_p None is legal."""
+    """(name, value, the broken rule with a remedy) of each option that is out of its range."""
     if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
         rule = f"must be 0 (the likeliest token), or at least {LEAST_TEMPERATURE} and finite"
         yield "temperature", temperature, f"{rule}; try 0.8"

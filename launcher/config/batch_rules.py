@@ -1,4 +1,4 @@
-"""What a layout asks of the global batch, and of every size through which it grows. docs/layouts.md has the table."""
+"""The rules that a layout sets for the global batch size and for every size of a batch ramp. See docs/layouts.md."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from parallel.pipeline.rules import nearest, runs_micro_batches
 
 
 def check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The global batch splits evenly over the ranks and their micro-batches, at every size that it has."""
+    """A line where the global batch, at some size that it has, does not split evenly into the ranks' micro-batches."""
     train, dp = config.train, dp_of(config, world_size)
     share = dp * train.micro_batch_size
     if share < 1:
@@ -26,7 +26,7 @@ def check_batch(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_ramp(config: RunConfig, ramp: BatchRamp, share: int, rule: str) -> Iterator[str]:
-    """One line at a time: where the ramp starts, by what it grows, and whether the schedule runs its sizes."""
+    """The first broken rule on the ramp's start, its increment, and the pipeline schedule at its sizes, if any."""
     full, start, increment = config.train.global_batch_size, ramp.start, ramp.increment
     given, above = f"train.batch_ramp.start={start}", f"train.global_batch_size={full}"
     if start >= full:
@@ -50,7 +50,7 @@ def _check_ramp(config: RunConfig, ramp: BatchRamp, share: int, rule: str) -> It
 
 
 def _try_starts(ramp: BatchRamp, full: int, share: int) -> str:
-    """The legal starts next to the ramp's, for its increment where that is legal; no ramp where there is none."""
+    """The remedy for a ramp's start: the nearest legal ones (for its increment, where that is legal), else no ramp."""
     unit = ramp.increment if ramp.increment % share == 0 else share
     below = full - max(1, -(-(full - ramp.start) // unit)) * unit
     starts = [start for start in (below, below + unit) if 0 < start < full]
@@ -58,7 +58,7 @@ def _try_starts(ramp: BatchRamp, full: int, share: int) -> str:
 
 
 def _check_schedule(config: RunConfig, ramp: BatchRamp, share: int) -> Iterator[str]:
-    """The pipeline's schedule can run the micro-batches of every size; another line tells of the full one."""
+    """A line where the pipeline schedule cannot run the micro-batches of a size below the full one."""
     pipeline, pp, full = config.parallel.pipeline, config.parallel.pp, config.train.global_batch_size
     illegal = [
         size for size in range(ramp.start, full, ramp.increment) if not runs_micro_batches(pipeline, pp, size // share)

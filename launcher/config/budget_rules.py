@@ -1,4 +1,4 @@
-"""Rules of `train.activation_gib`: it alone says what layers recompute, and the least that they hold fits into it."""
+"""Rules of `train.activation_gib`: no other option chooses the recomputation, and every rank can keep within it."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from launcher.config.tree import RunConfig, TrainConfig
 
 
 def check_one_way(train: TrainConfig) -> Iterator[str]:
-    """Recomputation is chosen for all layers alike, or for each of them."""
+    """One line for each option that excludes `train.activation_gib`: offloaded activations, and `train.recompute`."""
     if train.activation_gib is not None and train.offload_activations:
         yield (
             f"train.activation_gib={train.activation_gib:g} must be null where train.offload_activations=true (a "
@@ -21,11 +21,11 @@ def check_one_way(train: TrainConfig) -> Iterator[str]:
 
 
 def check_budget(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Every rank can keep within the budget. ``config`` breaks no other rule."""
+    """A line where a rank exceeds the budget even with full recomputation. ``config`` must break no other rule."""
     gib, parallel = config.train.activation_gib, config.parallel
     if gib is None:
         return
-    from launcher.closed_form.budget import least_gib  # with torch, which a look at a usual config does without
+    from launcher.closed_form.budget import least_gib  # imports torch, which checking a usual config does not need
 
     least, position = least_gib(config, world_size)
     if least > gib:

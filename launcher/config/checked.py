@@ -1,4 +1,4 @@
-"""What every command does first: load the config and check it, before anything is created."""
+"""Loading and checking a config, which every command does first, before anything is created."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ def load_checked(
     data: bool = True,
     base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of ``path`` and ``overrides``, which can run on ``world_size`` processes (None: those of its job).
+    """The config of ``path`` and ``overrides``, checked for ``world_size`` processes (None: those of its Slurm job).
 
-    ``base`` holds sections of a tree that the YAML's own keys go before: a cluster's profile.
-    With ``data`` the sources are looked at too (paths exist); without, only the config itself.
+    ``base`` holds default values by section, such as a cluster profile's; keys of the YAML file take precedence.
+    With ``data`` the data sources are checked too (their paths exist); without, only the config itself.
     Raises UserError with every problem at once, one line each.
     """
     config = load_config(path, overrides, base)
@@ -47,7 +47,7 @@ def fewest_ranks(path: str | os.PathLike[str], overrides: Sequence[str] = ()) ->
 
 
 def _check_run_dir(config: RunConfig) -> list[str]:
-    """A line for each source that would read what runs write: each start would change its corpus."""
+    """A line for each data source that would read files that runs write, since each start would change its corpus."""
     from data.rules import check_outside
     from launcher.training.run_parts import CHECKPOINTS, CONFIG, LOGS, METRICS, REPORT
     from parallel.checkpoint.store import MANIFEST, step_name

@@ -21,7 +21,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def describe_config(config: RunConfig) -> str:
-    """``dump_config``'s YAML, each value that is not the default followed by ``# default: VALUE``."""
+    """The resolved config as YAML, each value that is not the default followed by ``# default: VALUE``."""
     return _write(_section_to_yaml(config, RunConfig()))
 
 

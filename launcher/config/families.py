@@ -96,7 +96,7 @@ def check_family(model: ModelConfig) -> Iterator[str]:
 
 
 def check_unused(model: ModelConfig) -> Iterator[str]:
-    """One line for each field of a model without a family that changes nothing, or is missing."""
+    """One line for each field that is missing or changes nothing in a model without a family."""
     if model.positions == "learned" and model.max_positions is None:
         usual = ranges(ModelConfig)["max_positions"].usual
         yield f"model.max_positions=null is not possible where model.positions=learned (it needs rows); try {usual}"
@@ -104,7 +104,7 @@ def check_unused(model: ModelConfig) -> Iterator[str]:
 
 
 def check_idle(model: ModelConfig, choices: frozenset[str]) -> Iterator[str]:
-    """One line for each of the fields ``choices`` that changes nothing beside the others."""
+    """One line for each of the dotted keys ``choices`` that is not its default, though other fields make it unused."""
     defaults = field_defaults()
     for is_so, why, keys in unused_where(model):
         for key in keys if is_so else ():
@@ -115,7 +115,7 @@ def check_idle(model: ModelConfig, choices: frozenset[str]) -> Iterator[str]:
 
 
 def unused_where(model: ModelConfig) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
-    """Whether something is so, what that is, and the fields that nothing looks at then."""
+    """(whether a condition holds for ``model``, the condition in words, the dotted keys that are unused then)."""
     latent = ("d_head", "qk_norm", "qkv_bias", "rope_fraction", "score_channels", "score_scale")
     has_dense = model.n_moe_layers < model.n_layers
     has_gates = has_dense or (model.moe is not None and model.moe.shared_width > 0)
@@ -135,7 +135,7 @@ def unused_where(model: ModelConfig) -> Iterator[tuple[bool, str, tuple[str, ...
 
 
 def usual_number(key: str) -> Any:
-    """What a remedy names for the number at a dotted key below the model."""
+    """The value that a remedy suggests for the number at a dotted key below the model."""
     section, _, name = key.rpartition(".")
     return ranges(section_types()[section] if section else ModelConfig)[name].usual
 

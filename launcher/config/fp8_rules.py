@@ -1,4 +1,4 @@
-"""What products with factors of 8 bits ask of a model's widths."""
+"""The rule that matrix products in fp8 set for a model's widths."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,15 @@ from parallel.layout import place_of
 
 
 def check_fp8_widths(config: RunConfig) -> Iterator[str]:
-    """Both sides of each matrix that a rank multiplies by are whole units of 16 bytes: tensor cores take no others."""
+    """One line for each width of a rank's fp8 matrices that is not a multiple of 16 bytes, as tensor cores need it."""
     if config.train.precision != "fp8" or config.parallel.tp < 1:
         return
-    from modeling.kernels.cuts import UNIT  # with torch, which other precisions are checked without
+    from modeling.kernels.cuts import UNIT  # imports torch, which checking other precisions does not need
     from modeling.logical import logical_parameters
 
     told: set[str] = set()
     for name, tensor in logical_parameters(config.model).items():
-        if not tensor.weight.takes_8_bits or tensor.is_expert:  # whose widths have a rule in every precision
+        if not tensor.weight.takes_8_bits or tensor.is_expert:  # experts' widths have a rule for every precision
             continue
         place = place_of(tensor.weight, tensor.shape)
         for number in (-2, -1):

@@ -1,8 +1,8 @@
 """`roundtable config --schema`: a JSON schema (draft 2020-12) of the config, read from the dataclasses, for editors.
 
 It says what is true of one value alone: known keys, types, choices, ranges, where null may stand, and which keys each
-alternative of a union has. Rules between values (`parallel.tp` divides `model.n_heads`) are the commands' own. JSON
-Schema takes 8.0 for an integer, which a config does not, and knows no .nan.
+alternative of a union has. Rules between values (`parallel.tp` divides `model.n_heads`) are checked by the commands
+only. JSON Schema takes 8.0 for an integer, which a config does not, and knows no .nan.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def config_schema() -> Schema:
 
 
 def _sections(section: type, family: tuple[type, ...]) -> Iterator[tuple[type, tuple[type, ...]]]:
-    """``section`` and every section below it, each with the union's alternatives that it is one of."""
+    """``section`` and every section below it, each with all alternatives of the union that it belongs to."""
     yield section, family
     for hint in field_hints(section).values():
         below = alternatives(item_hint(hint) or hint)
@@ -88,7 +88,7 @@ def _field(section: type, name: str, family: tuple[type, ...]) -> Schema:
 
 
 def _value(hint: Any, limits: Range | None, default: Any = None) -> Schema:
-    """What the type ``hint`` allows, numbers within ``limits``. ``default`` is chosen where a union has no name."""
+    """The schema of a value of type ``hint``, numbers within ``limits``. A union without a name takes ``default``."""
     if alternatives(hint):
         found = _union(alternatives(hint), default)
         return {"anyOf": [found, {"type": "null"}]} if is_nullable(hint) else found
@@ -105,7 +105,7 @@ def _value(hint: Any, limits: Range | None, default: Any = None) -> Schema:
 
 
 def _union(sections: Sequence[type], default: Any) -> Schema:
-    """One section, or that of several which ``name`` tells; without a ``name``, the default's."""
+    """The schema of one section, or of the alternative that its ``name`` selects (without one, the default's)."""
     if len(sections) == 1:
         return {"$ref": _reference(sections[0])}
     names = [alternative_name(section) for section in sections]
@@ -125,17 +125,17 @@ def _union(sections: Sequence[type], default: Any) -> Schema:
 
 
 def schema_text() -> str:
-    """The schema as a file holds it."""
+    """The schema as indented JSON text."""
     return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def print_schema(given: Sequence[str]) -> None:
-    """Prints the schema. Raises UserError where there is anything ``given`` that would change nothing."""
+    """Prints the schema. Raises UserError where other arguments are ``given``, since they would change nothing."""
     if given:
         raise UserError([f"--schema takes nothing else, and {show(given[0])} is there; leave it out"])
     say(schema_text(), end="")
 
 
 def plain(bound: float) -> float:
-    """1000 for 1000.0 too: Python takes a type that was written with either for one, whichever came first."""
+    """The bound, as an int if it is whole: Python caches types with 1000 and 1000.0 as one, whichever came first."""
     return int(bound) if float(bound).is_integer() else bound

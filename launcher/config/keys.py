@@ -1,7 +1,7 @@
 """`roundtable config --keys`: every key with its default, its values and its meaning, read from the dataclasses.
 
-A meaning is the comment beside the field, or the comment lines right above it where it is long. Where Python says None,
-it is told as YAML's null.
+A meaning is the comment beside the field, or the comment lines right above it where it is long. Python's None, True and
+False in it are shown as YAML's null, true and false.
 """
 
 import ast
@@ -38,7 +38,7 @@ from launcher.errors import UserError
 
 @dataclass(frozen=True)
 class Key:
-    """What is told of one key."""
+    """One config key as it is listed."""
 
     key: str
     default: str  # as YAML has it; "required" where there is none
@@ -101,7 +101,7 @@ def _default(section: type, name: str) -> str:
 
 
 def _values(hint: Any, limits: Range | None) -> str:
-    """What may be written there: a range, a choice, or a kind."""
+    """The allowed values in words: a range, the choices, or a type."""
     inner = item_hint(hint) or hint
     if limits is not None:
         words = f"{limits.minimum:{_format(limits.minimum)}} to {limits.maximum:{_format(limits.maximum)}}"
@@ -118,7 +118,7 @@ def _format(number: float) -> str:
 
 
 def _meaning(sections: tuple[type, ...], owners: list[type], name: str) -> str:
-    """The first owner's comment; for whom the key is where not all have it, and which have another default."""
+    """The first owner's comment, with the names of the owners where not all have the key, and of other defaults."""
     text = meanings(owners[0])[name]
     if len(owners) < len(sections):
         text = f"{', '.join(alternative_name(each) for each in owners)}: {text}"
@@ -128,9 +128,9 @@ def _meaning(sections: tuple[type, ...], owners: list[type], name: str) -> str:
 
 
 def print_keys(prefix: str, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Prints the keys that begin with ``prefix``: a table on a terminal, elsewhere a line for each, parted by tabs.
+    """Prints the keys that begin with ``prefix``: a table on a terminal, elsewhere one tab-separated line for each.
 
-    Raises UserError where there are none, or where there are ``overrides``, which would change nothing.
+    Raises UserError where no key begins so, or where there are ``overrides``, which would change nothing.
     """
     if overrides:
         raise UserError([f"--keys takes no overrides, and {show(overrides[0])} is one; leave it out"])

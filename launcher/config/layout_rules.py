@@ -1,4 +1,4 @@
-"""What a layout asks of the model and of the number of processes. docs/layouts.md has the table."""
+"""The rules that a layout sets for the model and the number of processes. docs/layouts.md has the table."""
 
 import math
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ LARGEST_DEGREE = 1024  # that a remedy names
 
 
 def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
-    """One line for each degree that does not fit, with degrees that would."""
+    """One line for each rule on the layout's degrees and options that ``config`` breaks, with values that would fit."""
     parallel = config.parallel
     if min(parallel.tp, parallel.cp, parallel.pp, parallel.ep) < 1:
-        return  # the ranges' rule says so
+        return  # reported by the check of ranges
     yield from _check_processes(config, world_size)
     if parallel.tp > 1:
         yield from _check_tp(config)
@@ -45,9 +45,10 @@ def check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def with_switches(layout: ParallelConfig, asked: ParallelConfig, moe: MoEConfig | None) -> ParallelConfig:
-    """The layout with those of ``asked``'s switches that its degrees, stage of ZeRO and schedule can have.
+    """``layout`` with the switches of ``asked`` that its degrees, ZeRO stage and pipeline schedule allow, others off.
 
-    ``moe``: the model's experts. Chunks are as many as are asked for, as far as a rank has experts for them.
+    The switches are the gradient reduction, the optimizer's offload, the overlaps of tp and ep, and ``ep_chunks``,
+    which is at most the number of experts of a rank. ``moe``: the model's experts.
     """
     of_stage_1 = {name: getattr(asked, name) for name in ("grad_reduce", "grad_reduce_dtype")}
     held = moe.n_experts // layout.ep if moe is not None and layout.ep > 1 else 1
@@ -66,7 +67,7 @@ def _splits(layout: ParallelConfig) -> bool:
 
 
 def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
-    """Where a weight's gradient may wait until the reduce-scatter has begun."""
+    """A line where ``tp_overlap`` meets ZeRO 3 or a split backward pass, which fix when weights get their gradients."""
     if not parallel.tp_overlap:
         return
     if parallel.zero == 3:
@@ -83,7 +84,7 @@ def _check_tp_overlap(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _check_kept_weights(config: RunConfig) -> Iterator[str]:
-    """Cut weights are kept of weights that stay in memory."""
+    """A line where 8-bit weights are to be kept under ZeRO 3, whose weights do not stay in memory."""
     if config.train.fp8_keep_weights and config.parallel.zero == 3:
         yield (
             "train.fp8_keep_weights=true does not work with parallel.zero=3, whose weights are there during the passes "
@@ -92,7 +93,7 @@ def _check_kept_weights(config: RunConfig) -> Iterator[str]:
 
 
 def _check_offload(config: RunConfig) -> Iterator[str]:
-    """Which ways of holding state have their masters on the host, and which optimizers update them there."""
+    """A line for a ZeRO stage, and one for an optimizer, that cannot have its master weights on the host."""
     parallel = config.parallel
     if not parallel.offload_optimizer:
         return
@@ -135,7 +136,7 @@ def _check_processes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_tp(config: RunConfig) -> Iterator[str]:
-    """Degree tp divides all that it cuts."""
+    """Degree tp divides every size that it shards."""
     cut = dict(_cut_by_tp(config))
     tp = config.parallel.tp
     legal = _divisors(math.gcd(*cut.values()))
@@ -205,7 +206,7 @@ def _check_ep(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_ep_chunks(config: RunConfig) -> Iterator[str]:
-    """Only experts that tokens travel to are cut into chunks, of one expert at least; and only to hide messages."""
+    """Chunks of experts need ep above 1, an expert for each chunk, and ``ep_overlap``, whose messages they hide."""
     parallel, moe = config.parallel, config.model.moe
     chunks, told = parallel.ep_chunks, f"parallel.ep_chunks={parallel.ep_chunks}"
     if chunks <= 1:
@@ -227,7 +228,7 @@ def _check_ep_chunks(config: RunConfig) -> Iterator[str]:
 
 
 def _check_split_backward(config: RunConfig) -> Iterator[str]:
-    """A backward pass in two parts meets the embedding once: torch goes through each part of the graph once."""
+    """A split backward pass needs a model that uses the embedding once, since torch walks each part of a graph once."""
     model, parallel = config.model, config.parallel
     if model.mtp is None or parallel.pp == 1 or not splits_backward(parallel.pipeline):
         return
@@ -240,7 +241,7 @@ def _check_split_backward(config: RunConfig) -> Iterator[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    """The divisors that could be a degree."""
+    """The divisors of ``number`` up to LARGEST_DEGREE, in ascending order."""
     return [n for n in range(1, min(number, LARGEST_DEGREE) + 1) if number % n == 0]
 
 

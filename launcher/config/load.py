@@ -20,10 +20,10 @@ def load_config(
 ) -> RunConfig:
     """The config that the YAML file ``path`` and the ``key=value`` overrides describe; defaults fill the rest.
 
-    ``base`` holds sections that lie below the file's: a key of theirs counts where the file has none. A leading ``~``
-    of a path is the home directory.
+    ``base`` holds default values by section; keys of the file take precedence. A leading ``~`` of a path is the home
+    directory.
 
-    Types and names are checked here; rules between values are ``launcher.config.rules.check``'s.
+    Types and names are checked here; rules between values are checked by ``launcher.config.rules.check``.
     Raises UserError with every problem at once, one line each.
     """
     parsed, problems = parse_overrides(overrides)
@@ -56,7 +56,7 @@ def _is_too_large(config: RunConfig) -> bool:
 
 
 def _values(node: Any) -> int:
-    """Lists, maps, keys and plain values."""
+    """The number of lists, maps, keys and plain values in ``node``."""
     if isinstance(node, dict):
         return 1 + sum(1 + _values(value) for value in node.values())
     return 1 + sum(map(_values, node)) if isinstance(node, (list, tuple)) else 1

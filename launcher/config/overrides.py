@@ -31,7 +31,7 @@ class Override:
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The overrides, and one line for each text that is none. Raises UserError, for that alone, at secrets."""
+    """The parsed overrides, and one line for each invalid text. Raises UserError for secrets, reporting these alone."""
     overrides, problems, secrets = [], [], []
     for text in texts:
         key, equals, raw = text.partition("=")
@@ -109,7 +109,7 @@ def _set(tree: dict[str, Any], override: Override) -> str | None:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[Override]) -> list[str]:
-    """Changes ``tree`` in place, in order; returns one line for each override that cannot be set.
+    """Sets the overrides in ``tree``, in place and in order; returns one line for each that cannot be set.
 
     An override that changes a union's ``name`` first drops the YAML's keys that the new alternative lacks.
     """

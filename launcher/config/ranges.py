@@ -1,4 +1,4 @@
-"""What each number of the config may be, as its field's type says: ``Annotated[int, Interval(ge=1, le=9)]``."""
+"""The legal range of each number of the config, read from its type, ``Annotated[int, Interval(ge=1, le=9)]``."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class Range:
 def ranges(section: type) -> dict[str, Range]:
     """The range of each field of dataclass ``section`` that holds a number, or a list of them.
 
-    ``usual`` is the default, or ``usual`` of the field's metadata: where the default is null, or is no remedy.
+    ``usual`` is the default, or ``usual`` of the field's metadata, given where the default is null or no good remedy.
     """
     hints = get_type_hints(section, include_extras=True)
     found = {}
     for field in dataclasses.fields(section):
-        interval: Any = _interval(hints[field.name])  # Any: its bounds can be whatever is compared
+        interval: Any = _interval(hints[field.name])  # Any: Interval types its bounds as anything that can be compared
         if interval is not None:
             usual = field.metadata.get("usual", field_default(section, field.name))
             found[field.name] = Range(interval.ge, interval.le, usual)
@@ -57,7 +57,7 @@ def range_problems(config: RunConfig) -> Iterator[str]:
 
 
 def is_beyond(config: RunConfig) -> bool:
-    """Whether a number is above its range: what relates it to others may then take for ever, or overflow."""
+    """Whether any number is above its range; the rules between values may then overflow or take for ever."""
     return any(value > limits.maximum for _, value, limits, _ in _numbers(config))
 
 

@@ -28,8 +28,9 @@ MAX_TOKENS = 2**63 - 1  # of a run: positions in the data are 64-bit integers
 def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list[str]:
     """Every rule that ``config`` breaks on ``world_size`` processes, one line each; empty where it can run.
 
-    A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (its paths)
-    are ``data.rules.check_data``'s. ``is_small``: it is a proof's, whose ranks multiply in bf16 what has 8 bits.
+    A line names each key involved with its value, the rule, and a remedy. Rules of the data itself (its paths) are
+    checked by ``data.rules.check_data``. ``is_small``: the config is of a proof's small model, computed in bf16 where
+    the run takes fp8.
     """
     lines = [*range_problems(config), *_check_names(config)]
     if is_beyond(config):
@@ -62,7 +63,7 @@ def check(config: RunConfig, world_size: int, *, is_small: bool = False) -> list
 
 
 def _check_size(config: RunConfig) -> Iterator[str]:
-    """The numbers are bearable together, too."""
+    """The model has at most MAX_PARAMETERS, and the run takes at most MAX_TOKENS."""
     model, train = config.model, config.train
     n_parameters = count_parameters(model).total if _more_than_all(model) > MAX_PARAMETERS else 0
     if n_parameters > MAX_PARAMETERS:
@@ -82,9 +83,9 @@ def _check_size(config: RunConfig) -> Iterator[str]:
 
 
 def _more_than_all(model: ModelConfig) -> int:
-    """More parameters than the model has. Counting them takes torch, for which a look at a usual config need not wait.
+    """An upper bound on the number of parameters, without torch; only a config above the limit needs the exact count.
 
-    A layer has less than sixteen matrices, or stacks of them, none of which has a side longer than the widest.
+    A layer has less than sixteen matrices, or stacks of one for each expert, with no side longer than ``widest``.
     """
     experts = model.moe.n_experts if model.moe else 1
     return 2 * model.vocab_size * model.d_model + 16 * len(model.all_layers) * experts * model.widest**2
@@ -125,7 +126,7 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
         tries = join_or(list(map(str, _divisors_near(n_heads, n_kv_heads))))
         yield f"model.n_kv_heads={n_kv_heads} must divide model.n_heads={n_heads}; try {tries}"
     if model.mla is not None:
-        return  # which tells how wide its heads are
+        return  # its own keys say how wide its heads are
     turns = model.positions == "rope"
     if d_head is not None and d_head % 2 and turns:
         yield f"model.d_head={d_head} must be even (rotary embedding turns channels in pairs); try {d_head + 1}"
@@ -154,8 +155,8 @@ def _check_turning_part(model: ModelConfig) -> Iterator[str]:
 def _check_positions(config: RunConfig) -> Iterator[str]:
     """Every position of a sequence has a row in the table of learned ones; trained frequencies are the original ones.
 
-    A dynamic scaling's frequencies, and which of LongRoPE's factors count, go by the longest sequence of a pass, and
-    which ones share a pass is the layout's.
+    Dynamic scaling's frequencies, and which of LongRoPE's factors count, depend on the longest sequence of a forward
+    pass. Beyond the original length, training would depend on which sequences the layout puts into one pass.
     """
     rows, seq_len = config.model.max_positions, config.data.seq_len
     if rows is not None and 1 <= rows < seq_len:
@@ -181,7 +182,7 @@ def _divisors_near(number: int, value: int) -> list[int]:
 
 
 def _check_depth(config: RunConfig) -> Iterator[str]:
-    """A sample holds a token as far ahead as the last module predicts."""
+    """A sequence has more tokens than multi-token prediction looks ahead."""
     mtp, seq_len = config.model.mtp, config.data.seq_len
     if mtp is not None and seq_len <= mtp.depth:
         yield (
@@ -191,7 +192,7 @@ def _check_depth(config: RunConfig) -> Iterator[str]:
 
 
 def _check_expert_widths(config: RunConfig, precision: Precision) -> Iterator[str]:
-    """Rows of the experts' matrices are whole units of 16 bytes: torch's grouped_mm takes no others."""
+    """Rows of the experts' matrices are multiples of 16 bytes, as torch's grouped_mm needs them."""
     for key, width in uneven_expert_widths(config.model, precision):
         unit = _width_unit(precision)
         step = _d_model_step(config) if key == "model.d_model" else unit
@@ -212,7 +213,7 @@ def check_export_widths(model: ModelConfig, dtype: Precision) -> list[str]:
 
 
 def uneven_expert_widths(model: ModelConfig, precision: Precision) -> Iterator[tuple[str, int]]:
-    """The keys and values of widths of the experts' matrices whose rows are no whole units of 16 bytes."""
+    """(key, value) of each width of the experts' matrices whose rows are no multiple of 16 bytes in ``precision``."""
     if model.moe is not None:
         for key, width in (("model.d_model", model.d_model), ("model.moe.d_ff", model.moe.d_ff)):
             if width >= 1 and width % _width_unit(precision):
@@ -230,7 +231,7 @@ def _width_unit(precision: Precision) -> int:
 
 
 def _d_model_step(config: RunConfig) -> int:
-    """Each multiple of it is a legal d_model."""
+    """The step between legal values of d_model: each of its multiples is one."""
     model = config.model
     heads = 2 * max(1, model.n_heads)
     return heads if model.moe is None else math.lcm(heads, _width_unit(config.train.precision))
@@ -255,7 +256,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _check_precision(config: RunConfig) -> Iterator[str]:
-    """ZeRO 0 goes through DeepSpeed in fp32 only, and weights are cut to 8 bits in fp8 only."""
+    """ZeRO 0 works in fp32 only, and 8-bit weights are kept in fp8 only."""
     if config.parallel.zero == 0 and config.train.precision != "fp32":
         yield (
             f"parallel.zero=0 works with train.precision=fp32 only, not train.precision={config.train.precision}; "
@@ -279,9 +280,9 @@ def _check_iterations(config: RunConfig) -> Iterator[str]:
 
 
 def _check_grad_reduce(config: RunConfig) -> Iterator[str]:
-    """ZeRO 1 alone reduces at one time or another, and only bf16 numbers travel as such without being rounded."""
+    """Only ZeRO 1 can choose when gradients are reduced, and a reduction in bf16 rounds neither sums nor gradients."""
     parallel, precision = config.parallel, config.train.precision
-    needs_zero2 = parallel.offload_optimizer  # which another line says
+    needs_zero2 = parallel.offload_optimizer  # which the rules of the layout report
     if parallel.grad_reduce != "step" and parallel.zero != 1:
         stage_1 = "" if needs_zero2 else "parallel.zero=1, or "
         yield (
@@ -331,7 +332,7 @@ def _check_tasks(config: RunConfig) -> Iterator[str]:
 
 
 def _check_retention(config: RunConfig) -> Iterator[str]:
-    """Checkpoints that are to stay for their step or their held-out loss are written, and have one."""
+    """Steps whose checkpoints are kept for good are saved, and checkpoints kept as the best have a held-out loss."""
     checkpoint, evaluated = config.checkpoint, config.train.eval_every_steps
     every, kept = checkpoint.every_steps, checkpoint.keep_every_steps
     if kept is not None and (every is None or (min(every, kept) >= 1 and kept % every)):

@@ -63,7 +63,7 @@ def choose_alternative(hint: Any, name: Any) -> type | None:
 def hint_at(root: type, keys: Sequence[str]) -> Any:
     """The hint at the dotted key ``keys`` below ``root``, looking into every alternative; None where there is none.
 
-    A list's items are found by a number, their own keys without one, too.
+    A list's items are found by a number, and the keys of its items also without one.
     """
     hint: Any = root
     for key in keys:

@@ -1,4 +1,4 @@
-"""The rule that a config holds no secret, looked at before anything else is said of it."""
+"""The rule that a config holds no secret, checked before any other problem is reported."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from launcher.config.secrets import MASK, is_secret_name, secret_spans
 from launcher.config.words import show_key
 
 _RULE = "must not hold a secret, for the config is copied into the run directory, every checkpoint and W&B"
-_ENVIRONMENT = "environment"  # the key, slurm's, whose items are NAME=value
+_ENVIRONMENT = "environment"  # the key slurm.environment, whose items are NAME=value
 
 
 def secret_problems(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[str]:

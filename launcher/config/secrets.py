@@ -1,10 +1,10 @@
-"""What looks like a secret: a config is copied into run directories, checkpoints and W&B, so it must hold none."""
+"""Finding secrets in text: a config is copied into run directories, checkpoints and W&B, so it must hold none."""
 
 import re
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-# A word of a variable's name, the words being parted by what is no letter or digit.
+# Words of a variable's name that mark a secret; a word is a run of letters and digits.
 _SECRET_WORD = re.compile(
     r".*TOKEN|.*SECRETS?|PASS|PWD|.*PASS(WORD|WD|PHRASE)S?|.*CREDENTIALS?|.*AUTH\d?|AUTHORIZATION|BEARER|JWT|COOKIE"
     r"|KEYS?|.*(API|ACCESS|ACCOUNT|AUTH|ENCRYPTION|LICENSE|PRIVATE|SHARED|SSH)KEYS?"
@@ -12,7 +12,7 @@ _SECRET_WORD = re.compile(
 _QUERY_WORD = re.compile(r"SIG|SIGNATURE|KEY")  # in a URL's query they let anybody in; elsewhere they say little
 # Words that end the name of something else: where the secret lies, or how it is used.
 _ENDINGS = {"FILE", "FILES", "PATH", "DIR", "SOCK", "NAME", "TYPE", "MODE", "SIZE", "LENGTH", "LIMIT", "TIMEOUT", "TTL"}
-# Libraries that have no secrets, though InfiniBand has keys; and paths. TEXT_KEY and its like name fields of records.
+# Names without secrets: variables of libraries (InfiniBand's keys are none), paths, and fields of records (TEXT_KEY).
 _HARMLESS = re.compile(
     r"((TORCH_)?(NCCL|UCX|FI|GLOO|OMPI|PMIX|OMP|KMP|MKL|CUDA|CUBLAS|CUDNN)_.*)"
     r"|(OLD)?PWD|GOOGLE_APPLICATION_CREDENTIALS|(TEXT|MESSAGES|PROMPT|COMPLETION)_KEYS?|KEYS?"
@@ -47,9 +47,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def secret_spans(text: str, *, in_environment: bool = False) -> Iterator[tuple[int, int, str]]:
-    """Where secrets stand in ``text``, each with a few words on what it is. From a name's secret on, all is secret.
+    """(start, end, what it is) of each secret in ``text``; a secret assigned to a name extends to the text's end.
 
-    ``in_environment``: ``text`` is a variable's value, where 40 hexadecimal digits are a key of W&B's.
+    ``in_environment``: ``text`` is a variable's value, where 40 hexadecimal digits are taken for a W&B key.
     """
     for match in _ASSIGNMENT.finditer(text):
         if is_secret_name(match[1]) and not _SWITCH.fullmatch(match[2].strip("\"'}] ")):

@@ -1,4 +1,4 @@
-"""From a tree of plain values to a RunConfig, or to one line for each thing that is wrong with it."""
+"""Building a RunConfig from a tree of plain values, or one line for each thing that is wrong with it."""
 
 import dataclasses
 import difflib
@@ -33,12 +33,12 @@ _MEANT = {"yes": True, "on": True, "y": True, "1": True, "no": False, "off": Fal
 
 @cache
 def _validator() -> SchemaValidator:
-    """The check of types and names alone; ``launcher.config.ranges`` tells of numbers out of range, with a remedy."""
+    """The check of types and names alone; ``launcher.config.ranges`` checks the ranges of numbers."""
     return SchemaValidator(_without_bounds(TypeAdapter(RunConfig).core_schema))
 
 
 def _without_bounds(schema: Any) -> Any:
-    """The schema less the bounds of numbers, which pydantic reads from each ``Interval`` and words in its own way."""
+    """The schema without the bounds of numbers that pydantic reads from ``Interval``: its messages have no remedy."""
     if isinstance(schema, dict):
         return {key: _without_bounds(value) for key, value in schema.items() if key not in ("ge", "le")}
     return [_without_bounds(each) for each in schema] if isinstance(schema, list) else schema
@@ -84,7 +84,7 @@ def _fill_names(value: Any, hint: Any, keys: tuple[str | int, ...], default: Any
 
 
 def _replace_infinite(node: Any, keys: tuple[str | int, ...], found: dict[str, str]) -> None:
-    """Notes each .nan and .inf, which JSON cannot carry, and puts 0 in its place."""
+    """Adds a line to ``found`` for each .nan and .inf in ``node``, which JSON cannot carry, and puts 0 in its place."""
     items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in list(items):
         if isinstance(value, float) and not math.isfinite(value):
@@ -139,7 +139,7 @@ def _get(value: Any, part: str | int) -> Any:
 
 
 def _explain(fault: Mapping[str, Any], tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """One of pydantic's faults as (key, line), in plain words; nothing where the fault is another's echo."""
+    """One of pydantic's faults as (key, line), in plain words; nothing for an alternative that was not chosen."""
     place = _locate(fault["loc"], tree)
     if place is None:
         return

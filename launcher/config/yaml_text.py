@@ -1,4 +1,4 @@
-"""Reading YAML 1.2 into plain values, with problems told by line: `3e-4` is a float, `no` is text."""
+"""Reading YAML 1.2 into plain values, with problems reported by line: `3e-4` is a float, `no` is text."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from launcher.errors import UserError
 MAX_BYTES = 262_144
 MAX_LEVELS = 32
 MAX_VALUES = 8_000  # lists, maps, keys and plain values, with the aliases written out
-MAX_PROBLEMS = 20  # that are told of one text
+MAX_PROBLEMS = 20  # reported for one text
 _TOO_LARGE = f"must have at most {MAX_BYTES:,} bytes; give a YAML config, e.g. configs/quickstart.yaml"
 _TOO_DEEP = f"must have at most {MAX_LEVELS} levels of lists and maps; a config needs no more than 6"
 _TOO_MANY = f"must have at most {MAX_VALUES:,} values; give a YAML config, e.g. configs/quickstart.yaml"
@@ -46,7 +46,7 @@ class _TooManyValues(MarkedYAMLError):
 
 
 class _BoundedComposer(Composer):
-    """Ends at MAX_VALUES, since the parser takes a second for so many. An anchor's name may be used again."""
+    """Stops at MAX_VALUES, since the parser takes a second for so many. An anchor's name may be used again."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
@@ -54,7 +54,7 @@ class _BoundedComposer(Composer):
         self._n_values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next node, as ruamel calls it for each of them."""
+        """The next node; ruamel calls this for each. Raises _TooManyValues above MAX_VALUES."""
         self._n_values += 1
         if self._n_values > MAX_VALUES:
             raise _TooManyValues(None, None, _TOO_MANY, self.parser.peek_event().start_mark)
@@ -92,7 +92,7 @@ def _syntax_problem(error: Exception) -> tuple[int | None, str]:
 
 
 class _Surveyed(Exception):
-    """A document whose survey found problems: of each the line, from 1, and the words."""
+    """Raised where the survey of a document has found problems: the line, from 1, and the message of each."""
 
     def __init__(self, problems: list[tuple[int, str]]) -> None:
         super().__init__(problems)
@@ -100,9 +100,9 @@ class _Surveyed(Exception):
 
 
 class _Survey:
-    """A walk over a document's nodes, each of them once: their problems, and what aliases let it grow to.
+    """A walk over a document's nodes, each once, that collects problems and the size with all aliases written out.
 
-    An alias can double what it repeats, again and again, so nothing else may follow the aliases before this has.
+    Aliases of aliases let a document grow exponentially, so this must run before anything that expands them.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _Survey:
         self._is_too_large = False
 
     def walk(self, node: Node) -> tuple[int, int]:
-        """The values within ``node``, itself included, and their levels."""
+        """The number of values within ``node``, itself included, and of their levels, with aliases written out."""
         line = node.start_mark.line + 1
         if id(node) in self._known:
             known = self._known[id(node)]
@@ -138,7 +138,7 @@ class _Survey:
         return values, levels
 
     def _look_at_keys(self, node: MappingNode) -> None:
-        """Keys that are not text, or there already."""
+        """Adds a problem for each key that is not text or appears twice."""
         first_lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -153,7 +153,7 @@ class _Survey:
 
 
 def parse_yaml(text: str) -> tuple[Any, list[tuple[int | None, str]]]:
-    """The value that ``text`` holds, and its problems (line from 1, or None; words). The value is None if any.
+    """The value that ``text`` holds, and its problems as (line from 1 or None, message). None as value if any.
 
     No two parts of the value share an object, though the text may use aliases. Takes at most about a second, whatever
     the text holds.
@@ -175,7 +175,7 @@ def parse_yaml(text: str) -> tuple[Any, list[tuple[int | None, str]]]:
 def _to_json(text: str) -> str:
     """The value that ``text`` holds, as JSON. Raises _Surveyed, or whatever ruamel raises.
 
-    Kept for the texts that were read last: a command reads its run's config up to four times.
+    Cached for the last texts, since a command reads its run's config up to four times.
     """
     yaml, survey = _parser(), _Survey()
     node = yaml.compose(text)
