@@ -1,8 +1,8 @@
 """`roundtable average CHECKPOINT... OUT`: a run directory whose weights are the mean of several checkpoints'.
 
 Averages of a run's last checkpoints come close to what a decay of the learning rate would reach (Sanyal et al. 2023,
-arXiv:2306.03241; Li et al. 2025, arXiv:2505.12082), and averages of runs that share their beginning to more than each
-of them (Wortsman et al. 2022, arXiv:2203.05482).
+arXiv:2306.03241; Li et al. 2025, arXiv:2505.12082). Averages of runs that share their beginning can be better than each
+of these runs (Wortsman et al. 2022, arXiv:2203.05482).
 """
 
 import json
@@ -36,9 +36,9 @@ from parallel.checkpoint.boxes import boxes_of_range
 from parallel.checkpoint.manifest import ELEMENT_BYTES, DamagedCheckpoint
 from parallel.checkpoint.places import is_remote
 
-AVERAGED_JSON = "averaged.json"  # in the checkpoint: what it is the mean of
-BLOCK_ELEMENTS = 1 << 22  # of one tensor that are read at a time, of each checkpoint
-MOST_WEIGHT = 1_000_000  # of a checkpoint, and one over it the least
+AVERAGED_JSON = "averaged.json"  # the file in the new checkpoint that lists the averaged checkpoints
+BLOCK_ELEMENTS = 1 << 22  # elements of one tensor that are read at a time from each checkpoint
+MOST_WEIGHT = 1_000_000  # the largest weight of a checkpoint; the smallest is 1 / MOST_WEIGHT
 OTHERS = "give checkpoints of one model"
 
 
@@ -55,10 +55,10 @@ class Mean:
         return sum(math.prod(each.shape) for each in logical_tensors(self.members[0].config.model).values())
 
     def blocks(self, name: str, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
-        """The elements of one logical tensor in order, in flat fp32 blocks; sums and the quotient are fp64's.
+        """The elements of one logical tensor in order, in flat fp32 blocks, averaged in fp64.
 
-        ``on_bytes`` is told what was read. Raises UserError where a checkpoint is gone or has changed, or holds NaN or
-        infinity.
+        ``on_bytes`` is called with the number of bytes of each read. Raises UserError where a checkpoint is gone or has
+        changed, or holds NaN or infinity.
         """
         shape, weight_of_all = self.members[0].checkpoint.shape(name), math.fsum(self.weights)
         for start in range(0, math.prod(shape), BLOCK_ELEMENTS):
@@ -76,12 +76,12 @@ class Mean:
 
 
 def average_checkpoints(given: Sequence[str], out: str, last: int | None, weights: str | None) -> None:
-    """Writes the mean of the checkpoints that ``given`` names to the run directory ``out``, and says so.
+    """Writes the mean of the checkpoints that ``given`` names to the run directory ``out``, and prints what it is.
 
-    Of a run directory the newest good checkpoint is meant, or with ``last`` so many of the newest. ``weights``: a
-    number for each checkpoint, comma-separated; None: all count alike. The result is what `import` makes: weights
-    without the optimizer's states, and the first checkpoint's config. Raises UserError, nothing created, where
-    something is wrong.
+    A run directory stands for its newest good checkpoint, or for its ``last`` newest ones. ``weights``: one number for
+    each checkpoint, comma-separated; None: all count alike. As after an import, the result holds weights without the
+    optimizer's states; its config is the first checkpoint's. Raises UserError, before anything is created, where an
+    argument is wrong.
     """
     problems = place_problems(out)
     if problems:
@@ -114,7 +114,10 @@ def average_checkpoints(given: Sequence[str], out: str, last: int | None, weight
 
 
 def opened(path: str, last: int | None) -> Iterator[Trained]:
-    """The checkpoints that ``path`` means, oldest first, every hash compared. Raises UserError."""
+    """The checkpoints that ``path`` stands for, oldest first, every hash compared. Raises UserError.
+
+    They are the one that ``path`` is, or the newest good one of a run, or with ``last`` so many of its newest.
+    """
     if last is None:
         yield open_trained(path)
         return
@@ -127,7 +130,7 @@ def opened(path: str, last: int | None) -> Iterator[Trained]:
     for folder in candidates[-last:]:
         try:
             yield open_one(path, run, folder)
-        except DamagedCheckpoint as error:  # a mean of others would not be what was asked for
+        except DamagedCheckpoint as error:  # the mean without it is not what the user asked for
             remedy = "give the others by their folders"
             raise UserError([f"CHECKPOINT={folder.location} is damaged ({error}); {remedy}"]) from None
 
@@ -150,13 +153,13 @@ def numbers_of(weights: str | None, count: int) -> list[float]:
 
 
 def place_of(member: Trained) -> str:
-    """Where a checkpoint lies, however it was given."""
+    """The checkpoint's URL, or its path with links resolved, so that two ways to name it compare equal."""
     location = member.checkpoint.folder.location
     return location if is_remote(location) else os.path.realpath(location)
 
 
 def unlike_problems(members: Sequence[Trained]) -> Iterator[str]:
-    """One line for each thing in which a checkpoint is not of the first one's model."""
+    """One line for each config key or tokenizer in which a checkpoint's model differs from the first one's."""
     first, there, known = members[0], members[0].checkpoint.folder.location, vocab_of(members[0])
     for other in members[1:]:
         here, vocab = other.checkpoint.folder.location, vocab_of(other)
@@ -178,7 +181,7 @@ def vocab_of(trained: Trained) -> dict[str, int] | None:
 
 
 def inside_problems(members: Sequence[Trained], out: Path) -> list[str]:
-    """That OUT would lie in one of the runs, or of the checkpoints, which are only read."""
+    """A line where OUT would lie in one of the averaged runs or checkpoints, which are only read."""
     read = [Path(place_of(member)) for member in members if not is_remote(member.checkpoint.folder.location)]
     read += [member.run for member in members if member.run is not None and saved_config(member.run) is not None]
     place = out.absolute().resolve()
@@ -187,7 +190,7 @@ def inside_problems(members: Sequence[Trained], out: Path) -> list[str]:
 
 
 def config_for(config: RunConfig, out: Path) -> RunConfig:
-    """The config of the mean's run directory: the first checkpoint's, of a place and a name of its own."""
+    """The config of the mean's run directory: the first checkpoint's, with ``out`` as its place and name."""
     out = out.absolute()
     name = out.name if "\\" not in out.name else RunConfig.name
     own = replace(config.checkpoint, dir=None)
@@ -195,7 +198,10 @@ def config_for(config: RunConfig, out: Path) -> RunConfig:
 
 
 def kept_of(mean: Mean) -> dict[str, Any]:
-    """The small files of the new checkpoint: the first one's tokenizer and generation_config.json; and its members."""
+    """The small files of the new checkpoint, content or path by name.
+
+    They are the first member's tokenizer, generation_config.json and token ids, and the list of all members.
+    """
     first = mean.members[0]
     members = [
         {

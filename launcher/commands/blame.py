@@ -32,9 +32,10 @@ class Wishes:
 
 
 def blame_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -> int:
-    """Executes the steps before it, then blames it; returns 0 where the record is reproduced, else 1.
+    """Executes a recorded step again and prints each document's share in it; returns 0 if it is reproduced, else 1.
 
-    Raises UserError where something is wrong, before anything is created.
+    Steps are executed from a checkpoint before it on. Raises UserError where an argument or the run is wrong, before
+    anything is created.
     """
     run_path, config = open_run_to_read(run, "blame")
     leave_out = checked_file("--leave-out", wishes.leave_out, run_path)
@@ -83,7 +84,7 @@ def execute_and_show(plan: Plan, record: Record, leave_out: Path | None, wishes:
 
 
 def beginnings(found: object, blamed: object, text_of: Callable[[int], str]) -> dict[str, str]:
-    """By a document's name, how its first part in the batch reads."""
+    """The text of each document's first part in the batch, at most TEXT_TOKENS tokens of it, by document name."""
     from launcher.blame.rank import Blamed
     from launcher.blame.report import TEXT_TOKENS
     from launcher.replay.rank import Found
@@ -99,7 +100,7 @@ def beginnings(found: object, blamed: object, text_of: Callable[[int], str]) -> 
 
 
 def blame_here(plan: Plan) -> object:
-    """What one local process of `blame` does."""
+    """One local process's part of `blame`: what ``blame_rank`` returns; a user's mistake ends it with exit code 2."""
     from launcher.blame.rank import blame_rank
 
     return exit_two_for(lambda: blame_rank(plan))

@@ -34,12 +34,12 @@ from parallel.checkpoint.store import MANIFEST, Folder, step_name, step_of
 
 
 def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without: Sequence[str] = ()) -> int:
-    """Makes NEW, which `roundtable train NEW/config.yaml` goes on with; returns 0.
+    """Makes the run directory NEW, from which `roundtable train NEW/config.yaml` continues; returns 0.
 
-    NEW holds a copy of RUN's checkpoint of ``step``, the config of that time with the overrides, and where it came
-    from. With ``without``, files that list documents or documents themselves, it is the last checkpoint up to ``step``
-    from before any of them was seen, and NEW lists them. Raises UserError or DataError where something is wrong, before
-    anything is created. RUN is only read.
+    NEW holds a copy of RUN's checkpoint of ``step``, the config of that checkpoint with the overrides, and a record of
+    its origin. ``without`` names documents, or files that list documents, which NEW lists and never sees; the copied
+    checkpoint is then the last one up to ``step`` from before any of them was seen. Raises UserError or DataError where
+    something is wrong, before anything is created. RUN is only read.
     """
     run_path = find_run(run).absolute()
     out, listed = checked_new(new, run_path), read_names(without)
@@ -68,13 +68,16 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
 
 
 def own_list(checkpoint: Checkpoint) -> str | None:
-    """The list of documents that the run itself leaves out, as its checkpoint has it."""
+    """The text of the list of documents that the run itself leaves out, from its checkpoint; None where it has none."""
     copy = checkpoint.attached(WITHOUT)
     return copy.read_text(encoding="utf-8") if copy is not None else None
 
 
 def own_record(left_out: str | None, run_path: Path) -> Without | None:
-    """What a branch records of the list that it takes over: what the run itself does, or that none had been seen."""
+    """The record for a list of left-out documents that a branch takes over from its run; None where there is none.
+
+    It is the run's own record, where its lineage has one; else it says that no step has seen any of the documents.
+    """
     if left_out is None:
         return None
     lineage = read_lineage(run_path)
@@ -85,7 +88,7 @@ def own_record(left_out: str | None, run_path: Path) -> Without | None:
 
 
 def checked_new(new: str, run_path: Path) -> Path:
-    """NEW, made absolute. Raises UserError where it is there already, cannot be made, or would lie in the run."""
+    """NEW as an absolute path. Raises UserError where it exists already, cannot be made, or would lie in the run."""
     rule = why_no_path(new, created=True)
     if rule is None and os.path.lexists(new):
         rule = "must be a new folder, and is there already"
@@ -100,7 +103,7 @@ def checked_new(new: str, run_path: Path) -> Path:
 
 
 def check_settable(overrides: Sequence[str], new: str) -> None:
-    """Raises UserError for overrides of where the branch lies and what it is called, which NEW says."""
+    """Raises UserError for overrides of name, run_dir and checkpoint.dir, which follow from NEW."""
     given = [override for override in overrides if override.partition("=")[0] in ("name", "run_dir", "checkpoint.dir")]
     if given:
         rule = f"must be left out: NEW={new} says where the branch and its checkpoints lie, and its name"
@@ -141,9 +144,10 @@ def open_verified(run_path: Path, step: int) -> Checkpoint:
 def branched_config(
     checkpoint: Checkpoint, run_path: Path, out: Path, overrides: Sequence[str], *, lists: bool
 ) -> RunConfig:
-    """The config that the checkpoint was saved under, with the overrides, for ``out``, which ``lists`` documents.
+    """The branch's config: that which the checkpoint was saved under, with the overrides and the paths of ``out``.
 
-    Raises UserError for an override of what makes it another run: the model, the data, the seed, the optimizer's name.
+    ``lists``: the branch has a list of documents that it leaves out. Raises UserError for an override of what would
+    make it another run: the model, the data, the seed, the optimizer's name.
     """
     base = checkpoint.attached(CONFIG) or run_path / CONFIG
     for override in overrides:
@@ -157,17 +161,17 @@ def branched_config(
 
 
 def quoted(text: Path | str) -> str:
-    """The text as YAML reads it back, whatever it looks like: a number, a list, a comment."""
+    """The text in quotes, so that YAML reads it as text even if it looks like a number, a list or a comment."""
     return json.dumps(str(text), ensure_ascii=False)
 
 
 def write_branch(
     out: Path, config: RunConfig, checkpoint: Checkpoint, folder: Path, lineage: Lineage, left_out: str | None
 ) -> None:
-    """Writes the run directory ``out``, whole or not at all.
+    """Writes the run directory ``out``, completely or not at all.
 
-    ``left_out`` is the content of its list of documents that it never sees. Raises UserError where the checkpoint is
-    deleted or changed meanwhile.
+    ``left_out`` is the content of its list of documents that it never sees, if any. Raises UserError where the
+    checkpoint is deleted or changed while it is copied.
     """
     with new_folder(out) as partial:
         (partial / CONFIG).write_text(dump_config(config))
@@ -183,7 +187,7 @@ def write_branch(
 
 
 def copy_checkpoint(checkpoint: Checkpoint, target: LocalFolder) -> None:
-    """Copies a checkpoint that was verified. Raises UserError where a live run deletes it, or it changes, meanwhile."""
+    """Copies a verified checkpoint. Raises UserError where it changes, or a live run deletes it, while it is copied."""
     hashes = {file: expected["xxh3_128"] for file, expected in checkpoint.manifest.files.items()}
     try:
         for file in (*hashes, MANIFEST):

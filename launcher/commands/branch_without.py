@@ -24,29 +24,29 @@ class Choice:
     """The checkpoint that a branch begins with, and what it leaves out."""
 
     step: int
-    documents: tuple[LeftOut, ...]  # all that the branch leaves out: its parent's, too
-    n_given: int  # of them, those that the user named
-    n_seen: int  # of those, how many had been seen by ``step``
-    first_seen: int | None  # the first step that saw one of them, if it is not after ``step``
-    next_seen: int | None  # the first step after ``step`` that the run, as far as it went, saw one of them in
+    documents: tuple[LeftOut, ...]  # all that the branch leaves out, those of its parent included
+    n_given: int  # the number of documents that the user named
+    n_seen: int  # how many of the named documents had been seen by ``step``
+    first_seen: int | None  # the first step that saw one of the named documents, if it is not after ``step``
+    next_seen: int | None  # the first step after ``step`` in which the run saw one of them
     known_from: int  # the first step whose record is there
-    taken_over: Without | None  # what the parent records of its own list
+    taken_over: Without | None  # the parent's record of its own left-out documents
 
     @property
     def text(self) -> str:
-        """The content of the branch's list."""
+        """The content of the branch's list of left-out documents."""
         return list_text(self.documents)
 
     @property
     def record(self) -> Without:
-        """What the branch's lineage says of the documents left out."""
+        """The record of all left-out documents that the branch's lineage file keeps."""
         listed = [Listed(each.document) for each in self.documents]
         firsts = [self.first_seen, self.taken_over.first_seen if self.taken_over is not None else None]
         first_seen = min((each for each in firsts if each is not None), default=None)
         return Without(len(self.documents), hash_of_list(listed), first_seen, self.known_from)
 
     def words(self) -> str:
-        """What the branch can promise, in a sentence."""
+        """A sentence on whether the branch's weights were trained on the named documents, for the user."""
         documents, it, them = f"the {self.n_given} documents", "one of them", "them"
         if self.n_given == 1:
             documents, it, them = "the document", "it", "it"
@@ -62,7 +62,7 @@ class Choice:
 
 
 def read_names(given: Sequence[str]) -> list[Listed]:
-    """What ``--without`` names: files that list documents, and documents. Raises DataError where a file is no list."""
+    """The documents that ``--without`` names, directly or in files that list them. Raises DataError for a bad file."""
     found = []
     for each in given:
         is_file = "\0" not in each and os.path.lexists(each)
@@ -71,10 +71,11 @@ def read_names(given: Sequence[str]) -> list[Listed]:
 
 
 def choose(run_path: Path, step: int, listed: Sequence[Listed]) -> Choice:
-    """The newest of the run's checkpoints up to ``step`` that is from before any of the documents was seen.
+    """The newest of the run's checkpoints up to ``step`` from before any of the ``listed`` documents was seen.
 
-    Where none is, the one that the fewest reads of them came before. Raises UserError for a step that was not reached,
-    or where no checkpoint is left, and DataError for a document that the run's data lack.
+    Where there is no such checkpoint, the newest of those before which the documents were read the fewest times.
+    Raises UserError for a step that was not reached, or where no checkpoint is left, and DataError for a document that
+    the run's data lack.
     """
     run = open_run(str(run_path))
     documents = find_listed(run.dataset.document_names, listed, KEY)
@@ -109,7 +110,7 @@ def choose(run_path: Path, step: int, listed: Sequence[Listed]) -> Choice:
 def reads_of(run: DataOfRun, documents: Sequence[LeftOut]) -> tuple[list[tuple[int, str]], int]:
     """(step, document) for each step that trained on tokens of a document, and the first step whose record is there.
 
-    The steps that a branched run began with are its parent's, and so on, as far as parents are there.
+    The steps before a branched run's own are read from its parent's record, and so on as far as parents are there.
     """
     found: list[tuple[int, str]] = []
     passed, last_step = set[Path](), math.inf
@@ -120,7 +121,7 @@ def reads_of(run: DataOfRun, documents: Sequence[LeftOut]) -> tuple[list[tuple[i
         if lineage is None:
             return found, 1
         passed.add(run.path.resolve())
-        if not lineage.is_there() or Path(lineage.run).resolve() in passed:  # a record may say anything
+        if not lineage.is_there() or Path(lineage.run).resolve() in passed:  # a record may name a cycle
             return found, lineage.step + 1
         run, last_step = open_run(lineage.run), min(last_step, lineage.step)
 

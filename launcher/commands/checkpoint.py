@@ -28,7 +28,7 @@ STEP_NAME = re.compile(r"\.?step-\d+(\.damaged(-\d+)?|(\.[\w-]+)?\.partial)?")
 
 @dataclass(frozen=True)
 class Found:
-    """What DIR names: one checkpoint, or a run's, oldest first, and the leftovers beside them."""
+    """The checkpoints that DIR names: one, or all of a run, oldest first, and the leftovers beside them."""
 
     directories: list[Folder]
     is_run: bool
@@ -37,7 +37,7 @@ class Found:
 
 
 def find(path: str) -> Found:
-    """The checkpoints that a path or URL names; raises UserError where it names neither one nor a run with one."""
+    """The checkpoints at a path or URL; raises UserError where it is neither a checkpoint nor a run that has one."""
     if not is_remote(path) and not os.path.isdir(path):
         raise UserError([f"DIR={path} is not a folder; give a run directory, or one of its {CHECKPOINTS}/step-N"])
     with refusing_unreachable("DIR", path):
@@ -82,9 +82,9 @@ def verify(path: str, *, as_json: bool) -> int:
 
 
 def without_deleted(path: str, results: dict[Folder, Any], wrong: list[Folder]) -> dict[Folder, Any]:
-    """The results but of those ``wrong`` ones that a run has deleted meanwhile, which are told.
+    """The results without ``wrong`` checkpoints that a training run has deleted meanwhile, each named on stderr.
 
-    Raises UserError where none is left.
+    Raises UserError where no result is left.
     """
     there = {folder.name for folder in list_checkpoints(checkpoints_of(path))} if wrong else set()
     deleted = [folder for folder in wrong if folder.name not in there]
@@ -96,7 +96,7 @@ def without_deleted(path: str, results: dict[Folder, Any], wrong: list[Folder]) 
 
 
 def _told(directory: Folder, findings: Findings) -> Iterator[str]:
-    """What was found, in lines: the verdict, then each problem, then files that nobody reads."""
+    """Lines on one checkpoint: the verdict, then each problem, then files that are not in the manifest."""
     manifest = findings.manifest
     if findings.problems or manifest is None:
         yield f"{directory}: DAMAGED"
@@ -111,7 +111,7 @@ def _told(directory: Folder, findings: Findings) -> Iterator[str]:
 
 
 def _check_all(directories: list[Folder]) -> list[Findings]:
-    """What was found of each; a bar over their bytes on a terminal, a line for each checkpoint elsewhere."""
+    """The findings on each checkpoint; shows a bar over their bytes on a terminal, else a line for each."""
     console = open_console(stderr=True)
     if not console.is_terminal:
         results = []
@@ -156,7 +156,7 @@ def show(path: str, *, as_json: bool) -> int:
 
 
 def describe(path: str, manifest: Manifest) -> dict[str, Any]:
-    """Everything that ``show --json`` says of one checkpoint."""
+    """The contents of one checkpoint as ``show --json`` prints them."""
     kinds_of: dict[str, list[str]] = {name: [] for name in manifest.tensors}
     pieces_of = dict.fromkeys(manifest.tensors, 0)
     for kind, names in manifest.kinds.items():

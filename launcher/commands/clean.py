@@ -1,15 +1,15 @@
 """`roundtable runs --clean`: token files and tokenizers that no run needs, and what interrupted work left.
 
-Removed is only what is certain to be ours, old and unneeded:
+A folder is removed only if it is certain to be Roundtable's, old and unneeded:
 
 - It lies in a token_dir below the current folder: one that lies elsewhere may be shared by runs that are not seen here.
 - It is no link, belongs to this user, and holds what `prepare` writes.
-- No run in the folders looked at, at any depth, has a saved config that means it or names a path in it, and all of
-  these configs can be read.
+- No run in the given folders, at any depth, has a saved config that uses it or names a path in it, and all of these
+  configs can be read.
 - It has not changed for a day: `prepare` may be at work in it, or its run is still to be started.
 - No process on this machine has one of its files open.
 
-Runs in other folders are known only if they are named, so the list is shown and asked about first.
+Runs in other folders are known only if they are named, so the list is shown and confirmed first.
 """
 
 import contextlib
@@ -58,9 +58,10 @@ class Leftover:
 
 
 def clean(directories: list[str], *, yes: bool) -> int:
-    """Lists what nothing needs, asks, and removes it; returns 0, or 1 where it was not allowed to.
+    """Lists what no run needs, asks, and removes it; returns 0, or 1 where the user does not agree.
 
-    Raises UserError where a run's config cannot be read: what that run needs is not known.
+    ``yes``: removes without asking. Raises UserError where a run's config cannot be read, since what that run needs is
+    then unknown.
     """
     found, untouched = find_leftovers(directories)
     for line in untouched:
@@ -91,7 +92,7 @@ def _ask(question: str) -> bool:
 
 
 def find_leftovers(directories: Sequence[str]) -> tuple[list[Leftover], list[str]]:
-    """What can be removed, and lines on what was not judged."""
+    """What can be removed, and a line for each token_dir that was left alone, with the reason."""
     runs = [path for directory in directories or [RUNS_DIR] for path in run_paths(directory, deep=True)]
     configs = read_configs(runs)
     named = named_paths(configs)
@@ -127,7 +128,7 @@ def _starts_here(run: Path, config: RunConfig) -> bool:
 def named_paths(configs: Mapping[Path, RunConfig]) -> set[Path]:
     """The files and folders that the saved configs name in their data sections, links followed.
 
-    Of a prefix of token files both it and what its .bin leads to; of a glob the pattern.
+    For a prefix of token files both the prefix and the target of its .bin are given; for a glob the pattern.
     """
     found: set[Path] = set()
     for run, config in configs.items():
@@ -176,7 +177,7 @@ def why_not_judged(token_dir: Path) -> str | None:
 
 
 def token_leftovers(token_dir: Path, configs: Sequence[RunConfig], named: Collection[Path]) -> Iterator[Leftover]:
-    """Sources' folders, tokenizers and partial folders in one token_dir that no config means, nor any path lies in."""
+    """Sources' folders, tokenizers and partial folders in one token_dir that no config uses or names a path in."""
     needed, stems = needed_folders(token_dir, configs)
     in_use = open_files()
     sources_stay = False
@@ -192,14 +193,14 @@ def token_leftovers(token_dir: Path, configs: Sequence[RunConfig], named: Collec
             sources_stay = sources_stay or (kind == "token files" and not is_needed)
         else:
             yield Leftover(path, kind, tree_size(path)[0])
-    if not sources_stay:  # token files that stay though no config means them were made with one of these
+    if not sources_stay:  # unneeded token files that stay were made with one of these tokenizers
         for path in tokenizers:
             if is_old(path) and not is_open(path, in_use):
                 yield Leftover(path, "tokenizer", tree_size(path)[0])
 
 
 def needed_folders(token_dir: Path, configs: Sequence[RunConfig]) -> tuple[set[str], set[str]]:
-    """Names of the folders that the configs mean, and the beginnings of names where the whole is not known."""
+    """The names of the token_dir's folders that the configs use, and beginnings of names that cannot be known fully."""
     needed: set[str] = set()
     stems: set[str] = set()
     for config in configs:
@@ -239,7 +240,7 @@ def may_lead_to(folder: Sequence[str], named: Sequence[str]) -> bool:
 
 
 def kind_of(path: Path) -> str | None:
-    """What a folder in a token_dir is, if it is one of ours; a link is none."""
+    """What a folder in a token_dir is, in words; None for a link, another user's, and what Roundtable does not make."""
     if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
         return None
     name, partial, process = path.name.partition(".partial-")
@@ -256,7 +257,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _was_ours(process: str) -> bool:
-    """Whether NODE-PID names a process of this machine that is no more."""
+    """Whether NODE-PID names a process of this machine that has ended."""
     node, _, pid = process.rpartition("-")
     return node == os.uname().nodename and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
@@ -291,7 +292,7 @@ def is_open(path: Path, files: set[str]) -> bool:
 
 
 def run_leftovers(run: Path) -> Iterator[Leftover]:
-    """What an interrupted save left in the run directory, where no process trains."""
+    """Partial checkpoints of interrupted saves in the run directory; none while a process trains there."""
     folder = run / CHECKPOINTS
     if running_where(run) is not None or folder.is_symlink() or not folder.is_dir():
         return
@@ -301,14 +302,14 @@ def run_leftovers(run: Path) -> Iterator[Leftover]:
 
 
 def folder_leftovers(folder: Path) -> Iterator[Leftover]:
-    """What an interrupted import, export, average or branch left beside runs, as ``new_folder`` names it."""
+    """Partial folders that an interrupted import, export, average or branch has left beside runs."""
     for path in sorted(folder.glob(".*.partial-*")):
         if kind_of(path) is not None and is_old(path):
             yield Leftover(path, "of an interrupted import, export, average or branch", tree_size(path)[0])
 
 
 def _remove(path: Path) -> bool:
-    """Takes the folder away in one act, then deletes it: nobody sees half of it. Whether that was possible."""
+    """Renames the folder and deletes it, so that it is never seen half deleted; False where that is not possible."""
     with _lock_of_run(path) as is_free:
         if not is_free:
             return False
@@ -324,7 +325,10 @@ def _remove(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _lock_of_run(path: Path) -> Iterator[bool]:
-    """Whether no start has the run that the folder lies in; until the end, none gets it. True for token files."""
+    """Locks the run that a checkpoint's folder lies in, until the block ends, and yields whether that was possible.
+
+    Yields True without a lock for a folder outside of a run's checkpoints.
+    """
     lock = path.parent.parent / LOCK
     if path.parent.name != CHECKPOINTS or not lock.is_file():
         yield True

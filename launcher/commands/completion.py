@@ -1,8 +1,8 @@
-"""`roundtable completion SHELL`: the lines by which a shell asks `launcher.completion` what may follow."""
+"""`roundtable completion SHELL`: the script by which a shell asks `launcher.completion` for completions."""
 
 import difflib
 
-# what `--show-completion` prints; typer has no other door to it as text
+# what `--show-completion` prints; typer's public interface does not return it as text
 from typer.completion import get_completion_script  # pyright: ignore[reportPrivateImportUsage]
 
 from launcher.completion import SHELLS

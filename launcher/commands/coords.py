@@ -1,4 +1,4 @@
-"""`roundtable coords CONFIG OUT`: the coordinate check, a picture of what keeps its size as the model gets wider."""
+"""`roundtable coords CONFIG OUT`: the coordinate check, a picture of activations' sizes as the model gets wider."""
 
 import json
 import time
@@ -30,16 +30,17 @@ from modeling.config import NO_FAMILY, ModelConfig
 from modeling.families.family import family_of
 from parallel.config import ParallelConfig
 
-TIMES = (4, 8, 16, 32)  # the shrunk model's width, where no widths are given
+TIMES = (4, 8, 16, 32)  # multiples of the shrunk model's width that are measured without --widths
 SEQ_LEN = 32
 
 
 def check_coordinates(
     path: Path, out: str, overrides: Sequence[str], widths: str | None, steps: int, as_json: bool
 ) -> int:
-    """Draws the picture, prints the powers of the width; returns 0 where muP keeps every size, else 1.
+    """Draws the sizes of activations over the width and prints their growth; returns 0 where muP keeps each, else 1.
 
-    Raises UserError where the config, the widths or OUT are wrong, or muP is not possible for the model.
+    Shrunk models of several widths take ``steps`` updates under muP and under the standard parametrization. Raises
+    UserError where the config, the widths or OUT are wrong, or muP is not possible for the model.
     """
     config = load_config(path, overrides)
     target = Path(out)
@@ -85,7 +86,7 @@ def refuse(lines: list[str]) -> None:
 
 
 def unfit_family(small: ModelConfig, widened: Sequence[ModelConfig]) -> Iterator[str]:
-    """A line for what the family's class has not, and the same model at several widths under muP needs."""
+    """A line for each thing that muP needs at several widths and the family's `transformers` class cannot express."""
     if small.family == NO_FAMILY:
         return
     family, narrowest = family_of(small.family), widened[0]
@@ -106,14 +107,14 @@ def unfit_family(small: ModelConfig, widened: Sequence[ModelConfig]) -> Iterator
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> list[str]:
-    """The rules that a widened model breaks; those of the sequence's length are none of its own."""
+    """One line for each rule on the model that ``model`` breaks, on one process with sequences of SEQ_LEN."""
     data = replace(config.data, seq_len=SEQ_LEN)
     lines = check(replace(config, model=model, data=data, parallel=ParallelConfig()), 1)
     return [line for line in lines if line.startswith("model.")]
 
 
 def read_widths(text: str | None, small: ModelConfig) -> list[int]:
-    """The widths, ascending; each is a multiple of the shrunk model's and of the narrowest."""
+    """The widths, ascending, or TIMES that of the shrunk model. Raises UserError unless each is a multiple of it."""
     usual = ",".join(str(times * small.d_model) for times in TIMES)
     try:
         widths = sorted({int(part) for part in (text or usual).split(",")})
@@ -132,7 +133,7 @@ def read_widths(text: str | None, small: ModelConfig) -> list[int]:
 
 
 def show_progress(stack: ExitStack) -> Callable[[str], None]:
-    """Says on stderr what is begun: in one changing line on a terminal, in plain lines elsewhere."""
+    """A function that shows on stderr what begins: in one changing line on a terminal, in plain lines elsewhere."""
     console, started = open_console(stderr=True), time.monotonic()
     status = stack.enter_context(console.status("")) if console.is_terminal else None
 
@@ -147,7 +148,7 @@ def show_progress(stack: ExitStack) -> Callable[[str], None]:
 
 
 def print_slopes(slopes: Slopes) -> None:
-    """A table: of each activation, the power of the width by which it and its change grow."""
+    """Prints a table with, for each activation, the power of the width with which its size and its change grow."""
     table = plain_table("activation", ">muP: size", ">change", ">standard: size", ">change")
     for name in slopes["mup"]:
         powers = [slopes[each][name][kind] for each in PARAMETRIZATIONS for kind in ("sizes", "changes")]
@@ -158,7 +159,7 @@ def print_slopes(slopes: Slopes) -> None:
 def to_json(
     measured: dict[Parametrization, Coordinates], slopes: Slopes, problems: list[str], steps: int, lr: float
 ) -> dict[str, object]:
-    """Everything that was measured: rows of ``sizes`` and ``changes`` are updates, columns widths."""
+    """All measurements for ``--json``: rows of ``sizes`` and ``changes`` are updates, columns are widths."""
     told = {
         each: {
             name: {

@@ -19,7 +19,7 @@ from launcher.tables import plain_table, wide_console
 from launcher.training.ledger_rows import StepData
 from launcher.training.run_dir import changes
 
-# What of a config decides which tokens a step is given. Where token files lie, and who makes them, does not.
+# The config keys that decide which tokens a step is given; where token files lie and how they are made does not.
 DECIDES = (
     "seed",
     *(
@@ -46,8 +46,8 @@ class Difference:
     """The first step whose windows of tokens are not the same in both runs, in the same order."""
 
     steps: tuple[StepData, StepData]
-    n_equal: int  # sequences, from the batch's first on
-    n_shared: int  # windows that both batches hold, in whatever order
+    n_equal: int  # sequences from the batch's first on that are the same
+    n_shared: int  # windows that both batches hold, in any order
     spans: tuple[list[Span], list[Span]]  # of the first sequence that differs; none where a batch has ended
 
 
@@ -77,10 +77,10 @@ def show_difference(names: tuple[str, str], *, as_json: bool) -> int:
 
 
 def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None, int | None]:
-    """(steps from the first on whose data are the same, what differs in the next one, a step that one alone dropped).
+    """(number of first steps with the same data, the difference in the next step, first step dropped by one run alone).
 
-    Steps that only one of the runs has made are no difference. Where seed, files, weights and seq_len are the same,
-    numbers of samples are compared, else the windows of tokens that they stand for.
+    Steps that only one of the runs has made are no difference. Where everything that decides the order of the samples
+    is the same, the samples' numbers are compared, else the windows of tokens that they stand for.
     """
     files = same_files(ours.dataset, theirs.dataset)
     has_one_order = in_one_order(ours, theirs, files)
@@ -101,9 +101,10 @@ def compare(ours: DataOfRun, theirs: DataOfRun) -> tuple[int, Difference | None,
 
 
 def windows_of(run: DataOfRun, step: StepData, numbers: list[int]) -> np.ndarray:
-    """int64 [B, 6]: each sequence's file, by ``numbers`` that both runs share, what tells it apart, seq_len, left out.
+    """One row for each sequence of the step, int64 [B, 6]; rows of two runs are equal where they read the same tokens.
 
-    The last is 0 where no document of the window is left out, else a hash of the tokens that are.
+    The columns: the number of its file among ``numbers``, which both runs share; its window; seq_len; and 0 where no
+    document of the window is left out, else a hash of the left-out ranges.
     """
     file_B, *others = run.dataset.windows(step.samples())
     seq_len_B, left_out_B = np.full_like(file_B, run.dataset.seq_len), np.zeros_like(file_B)
@@ -115,7 +116,7 @@ def windows_of(run: DataOfRun, step: StepData, numbers: list[int]) -> np.ndarray
 
 
 def pairs_of(ours: Iterator[StepData], theirs: Iterator[StepData]) -> Iterator[tuple[StepData, StepData]]:
-    """The steps that both have made, by their numbers: a branched run has none from before its parent's checkpoint."""
+    """Pairs of steps with the same number; a branched run has no steps from before its parent's checkpoint."""
     one, other = next(ours, None), next(theirs, None)
     while one is not None and other is not None:
         if one.step == other.step:
@@ -126,7 +127,7 @@ def pairs_of(ours: Iterator[StepData], theirs: Iterator[StepData]) -> Iterator[t
 
 
 def describe(runs: tuple[DataOfRun, DataOfRun], steps: tuple[StepData, StepData], keys: list[np.ndarray]) -> Difference:
-    """What differs between the two batches."""
+    """The difference between two batches, whose windows are ``keys`` and not all equal."""
     rows = [list(map(tuple, key.tolist())) for key in keys]
     n_equal = next(n for n, (a, b) in enumerate(zip_longest(*rows)) if a != b)
     spans = [
@@ -146,9 +147,10 @@ def in_one_order(ours: DataOfRun, theirs: DataOfRun, files: tuple[list[int], lis
 
 
 def same_files(ours: Dataset, theirs: Dataset) -> tuple[list[int], list[int]]:
-    """A number for each token file of the two datasets: files get the same one where their bytes are the same.
+    """A number for each token file of the two datasets; files with the same bytes get the same number.
 
-    Files at one place are the same without being read; of others those are hashed that have the sizes of one another.
+    Files of the same inode are the same without being read. Others are hashed only where both datasets have a file of
+    that size.
     """
     places = [[_place(file) for file in dataset.files] for dataset in (ours, theirs)]
     sizes = [[_sizes(file) for file in dataset.files] for dataset in (ours, theirs)]
@@ -165,7 +167,7 @@ def same_files(ours: Dataset, theirs: Dataset) -> tuple[list[int], list[int]]:
 
 
 def hash_of(file: TokenFile) -> tuple[str, ...]:
-    """The hashes of the .bin, the .idx and the .mask, where there is one; reads them all."""
+    """The hashes of the .bin, the .idx and, where there is one, the .mask; reads these files completely."""
     paths = (bin_of(file), idx_path(file.prefix), mask_path(file.prefix))
     return tuple(hash_file(path) for path in paths if path.exists())
 
@@ -185,14 +187,14 @@ def _sizes(file: TokenFile) -> tuple[int, int]:
 
 
 def difference_row(runs: tuple[DataOfRun, DataOfRun], found: Difference) -> dict[str, Any]:
-    """A difference as ``--json`` has it; lists of two have the first run's first."""
+    """A difference as ``--json`` prints it; in lists of two, the first run comes first."""
     rows = zip(found.steps, rows_of(runs, found), strict=True)
     sides = [{**step_row(step), "first_different": spans} for step, spans in rows]
     return {"step": found.steps[0].step, "equal_sequences": found.n_equal, "shared": found.n_shared, "sides": sides}
 
 
 def rows_of(runs: tuple[DataOfRun, DataOfRun], found: Difference) -> list[list[dict[str, Any]]]:
-    """Of each run, what the first different sequence holds, and how it is read."""
+    """For each run, a row for each span of the first different sequence, with its fill-in-the-middle cut, if any."""
     rows = []
     for run, step, spans in zip(runs, found.steps, found.spans, strict=True):
         cuts = cuts_of(run, step)
@@ -207,7 +209,7 @@ def print_difference(
     untrained: int | None,
     config: list[dict[str, Any]],
 ) -> None:
-    """What ``compare`` found, in words."""
+    """Prints what ``compare`` found in words, and a table of the first different sequence's spans."""
     console = wide_console()
     for line in lines_of(runs, n_same, found, untrained, config):
         console.print(line)
@@ -228,7 +230,7 @@ def lines_of(
     untrained: int | None,
     config: list[dict[str, Any]],
 ) -> Iterator[str]:
-    """The lines before the table of what the first different sequence holds."""
+    """Lines on what is the same and what differs, which stand before the table of the first different sequence."""
     if untrained is not None:
         yield f"step {untrained}: the same data, but one of the two dropped the update"
     if found is None:

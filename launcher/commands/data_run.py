@@ -1,4 +1,4 @@
-"""What `roundtable data` needs of a run: its config, its dataset as the steps read it, and what each step consumed."""
+"""A run's data for the `roundtable data` commands: its config, its dataset as trained on, and each step's samples."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ RUNS_DIR = "runs"
 
 @dataclass(frozen=True)
 class DataOfRun:
-    """A run's data. The config's seed and data section stay as they are for the whole of a run."""
+    """A run's config, dataset and tokenizer. The config's seed and data section never change during a run."""
 
     name: str  # as the user gave it
     path: Path
@@ -35,11 +35,11 @@ class DataOfRun:
     tokenizer: Path | None  # the prepared tokenizer's folder
 
     def steps(self) -> Iterator[StepData]:
-        """Each step and what it consumed, as they stand. Raises UserError where there is no sound record."""
+        """Each recorded step with the samples that it consumed. Raises UserError where there is no sound record."""
         return steps_of(self.path, self.config)
 
     def step(self, number: int) -> StepData:
-        """One step. Raises UserError where the run has not come to it."""
+        """The step of this number. Raises UserError where the run has no record of it."""
         first = reached = 0
         for each in self.steps():
             if each.step == number:
@@ -51,10 +51,10 @@ class DataOfRun:
 
 
 def open_run(name: str) -> DataOfRun:
-    """The run of this directory, or of this name below runs.
+    """The data of the run in the directory ``name``, or of that name below runs.
 
-    Raises UserError where there is none, or its token files are others than it began with, and DataError where they are
-    gone or damaged.
+    Raises UserError where there is no such run, or its token files are not those that it began with, and DataError
+    where they are gone or damaged.
     """
     path = next((path for path in (Path(name), Path(RUNS_DIR) / name) if (path / CONFIG).exists()), None)
     config = saved_config(path) if path is not None else None
@@ -76,9 +76,9 @@ def open_run(name: str) -> DataOfRun:
 
 
 def check_token_files(config: RunConfig) -> None:
-    """Raises DataError where a source's tokens are gone, of which nothing else would tell by name.
+    """Raises DataError, naming the missing files, where a source's token files are gone.
 
-    What was PREFIX.bin and PREFIX.idx would else be taken for raw text that is not prepared yet.
+    Without PREFIX.bin and PREFIX.idx, the source would be taken for raw text that is not prepared yet.
     """
     if locate(config.data, config.model.vocab_size) is not None:
         return
@@ -108,7 +108,7 @@ def has_input(source: SourceConfig) -> bool:
 
 
 def span_row(dataset: Dataset, span: Span) -> dict[str, Any]:
-    """A span as ``--json`` has it: half-open in tokens of the file; ``offset`` counts from the document's start.
+    """A span as ``--json`` prints it: a half-open range of the file's tokens; ``offset`` is from the document's start.
 
     ``left_out``: the run never sees the document (data.without). ``targets``, of a file with a mask: the ranges of
     tokens whose prediction from this span counts.

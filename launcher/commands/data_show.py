@@ -1,4 +1,4 @@
-"""`roundtable data show`: which documents a step of a run was made of, and which tokens of them."""
+"""`roundtable data show`: the documents that a step of a run was trained on, and which of their tokens."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LEFT_OUT = "left out by data.without"
 def show_step(name: str, step: int, *, as_json: bool) -> int:
     """Prints the step's samples, sources and spans; returns 0.
 
-    Raises UserError where the run is none or has not come to the step, and DataError where a token file is gone.
+    Raises UserError where there is no such run or step, and DataError where a token file is gone.
     """
     run = open_run(name)
     data = run.step(step)
@@ -32,26 +32,26 @@ def show_step(name: str, step: int, *, as_json: bool) -> int:
 
 
 def cuts_of(run: DataOfRun, data: StepData) -> dict[tuple[int, int], Cut]:
-    """The documents' parts whose middle comes last, by sample and first token."""
+    """The fill-in-the-middle cuts of the step's document parts, by sample and first token."""
     samples = data.samples()
     return {(int(samples[row]), cut.first): cut for row, _, cut in run.dataset.cuts(samples)}
 
 
 def fim_row(cuts: dict[tuple[int, int], Cut], span: Span) -> dict[str, Any]:
-    """What is rearranged in a span: ranges of the file's tokens, in ``--json``; nothing where it stays as it is."""
+    """The key ``fim`` with the span's fill-in-the-middle ranges, in the file's tokens; empty where it has none."""
     cut = cuts.get((span.sample, span.first))
     return {"fim": cut.row()} if cut is not None else {}
 
 
 def note_of(row: dict[str, Any]) -> str:
-    """What a span's row says of how it is read, in words: its middle comes last, it is left out."""
+    """A note on a span's row: that it is rearranged for fill-in-the-middle, or left out; empty where neither is so."""
     fim = row.get("fim")
     rearranged = [f"{fim['order']}, middle {fim['middle'][0]} to {fim['middle'][1] - 1}"] if fim else []
     return "; ".join([*rearranged, *([LEFT_OUT] if row["left_out"] else [])])
 
 
 def step_row(data: StepData) -> dict[str, Any]:
-    """What the record says of a step. ``left_out``: half-open ranges before or among its samples."""
+    """A step's record as ``--json`` prints it. ``left_out``: half-open ranges before or among its samples."""
     return {
         "step": data.step,
         "sequences": data.n_samples,
@@ -63,7 +63,10 @@ def step_row(data: StepData) -> dict[str, Any]:
 
 
 def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[str, Any]]:
-    """What each source gave to the step; documents and tokens without those that the run leaves out."""
+    """One row for each source: its sequences, documents and tokens in the step, and its epoch after the step.
+
+    Documents and tokens do not count those that the run leaves out.
+    """
     dataset = run.dataset
     progress = dataset.progress(data.consumed)
     rows = []
@@ -78,10 +81,10 @@ def source_rows(run: DataOfRun, data: StepData, spans: list[Span]) -> list[dict[
 
 
 def packing_row(run: DataOfRun, data: StepData, spans: list[Span]) -> dict[str, Any]:
-    """How the step's sequences are filled: padding's share of their positions, and of its documents those cut.
+    """The kind of packing, the share of the step's positions that are padding, and the share of its documents cut.
 
-    A document is cut where the part in a sequence is neither all of it nor all but the last token, which may be a
-    target alone.
+    A document is cut where its part in a sequence is neither the whole nor all but the last token, which may be only a
+    target.
     """
     dataset = run.dataset
     documents, cut = set(), set()
@@ -96,7 +99,7 @@ def packing_row(run: DataOfRun, data: StepData, spans: list[Span]) -> dict[str, 
 
 
 def words_of(data: StepData) -> str:
-    """A step's samples in words."""
+    """A step's samples in words: how many, their numbers, those left out, and whether the update was dropped."""
     sequences = f"{data.n_samples} sequence{'s' if data.n_samples > 1 else ''}"
     left_out = " and ".join(f"{first} to {stop - 1}" for first, stop in data.hopped)
     fate = {True: "", False: "; not trained on: the update was dropped", None: ""}[data.trained]
@@ -112,7 +115,7 @@ def print_step(
     sources: list[dict[str, Any]],
     packing: dict[str, Any],
 ) -> None:
-    """Two lines and two tables."""
+    """Prints lines on the step, its packing and its targets, then a table of its sources and one of its spans."""
     console = wide_console()
     console.print(f"{run.name}, step {data.step}: {words_of(data)}")
     shares = f"{packing['padding']:.1%} of the positions are padding, {packing['cut']:.1%} of the documents are cut"
