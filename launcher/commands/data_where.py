@@ -19,10 +19,10 @@ from launcher.training.lineage import read_lineage
 
 
 def show_where(name: str, document: str | None, text: str | None, *, as_json: bool) -> int:
-    """Prints the steps that were given tokens of the document, or of each place that spells the text; returns 0.
+    """Prints the steps that were given tokens of the document, or of each place where the text occurs; returns 0.
 
-    Raises UserError where the run is none, where not just one of the two is given, or where a text is not UTF-8, or has
-    no tokenizer; DataError where there is no such document, or a token file is gone.
+    Raises UserError where there is no such run, where not exactly one of ``document`` and ``text`` is given, where the
+    text is not UTF-8 or the run has no tokenizer; DataError where there is no such document, or a token file is gone.
     """
     if (document is None) == (text is None):
         raise UserError(["--document and --text: one of the two must be given; --document=SOURCE/FILE:NUMBER, say"])
@@ -42,7 +42,7 @@ def show_where(name: str, document: str | None, text: str | None, *, as_json: bo
 
 
 def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Place]:
-    """Where the user's document lies in the token files, or each place that has the user's text."""
+    """The place of the user's document in the token files, or each place where the user's text occurs."""
     if text is None:
         return [find_document(run.dataset, document or "", "--document")]
     if run.tokenizer is None:
@@ -52,10 +52,10 @@ def places_of(run: DataOfRun, document: str | None, text: str | None) -> list[Pl
 
 
 def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, Any]:
-    """The steps that saw a place, and the samples with it that were left out; token ranges are half-open.
+    """A place as ``--json`` prints it: the steps that saw it, and its samples that were left out.
 
-    ``without``: the run never sees the document (data.without), so all its samples leave it out; ``before`` is what
-    is then known of the steps that its weights come from.
+    Token ranges are half-open. ``without``: the run never sees the document (data.without), so all its samples leave it
+    out; ``before`` then says what the steps of the run's parent saw of it.
     """
     name = document_name(run.dataset, place.file, place.document)
     seen: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, 
     ends = [step.last_sample for step in steps]
     without = place.first < place.stop and run.dataset.left_out.holds(place.file, place.first)
     for span in samples_with(run.dataset, place, consumed):
-        if span.sample < steps[0].begin:  # its parent's, in a branched run
+        if span.sample < steps[0].begin:  # a branched run's parent trained on it
             continue
         step = steps[bisect_left(ends, span.sample)]
         row = {"sample": span.sample, "tokens": [span.first, span.stop]}
@@ -84,9 +84,9 @@ def place_row(run: DataOfRun, place: Place, steps: list[StepData]) -> dict[str, 
 
 
 def before_branch(run: DataOfRun, document: LeftOut) -> dict[str, Any] | None:
-    """What the steps before a branched run's own saw of a document that it leaves out; None where it is no branch.
+    """What a branched run's parents saw of a document that the run leaves out; None where the run is no branch.
 
-    ``first_seen``: the first step that trained on it. ``known_from``: of earlier steps no record is left.
+    ``first_seen``: the first step that trained on it. ``known_from``: the first step that still has a record.
     ``list_first_seen``: the first step that trained on any document of the run's list, as the branch recorded it.
     """
     lineage = read_lineage(run.path)
@@ -109,7 +109,7 @@ def before_branch(run: DataOfRun, document: LeftOut) -> dict[str, Any] | None:
 
 
 def words_of_left_out(before: dict[str, Any] | None) -> str:
-    """What is true of a document that the run leaves out: of its own steps, and of its weights."""
+    """Words for a document that the run leaves out: whether the weights that it began with were trained on it."""
     if before is None or (before["first_seen"] is None and before["known_from"] == 1):
         return f"never seen, {LEFT_OUT}"
     if before["first_seen"] is not None:
@@ -121,7 +121,7 @@ def words_of_left_out(before: dict[str, Any] | None) -> str:
 
 
 def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> None:
-    """A table for each place."""
+    """Prints, for each place, a line and a table of the samples that contain it."""
     console = wide_console()
     if not rows:
         console.print(f"no document of {run.name} spells this text")

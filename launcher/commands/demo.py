@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def precision() -> list[str]:
-    """An override to fp32 where the training would run on a processor that is slow in bf16; it is said why."""
+    """An override to fp32, with a line that says why, where training would run on a processor that is slow in bf16."""
     import torch
 
     if torch.cuda.is_available() or (times := narrow_cost()) < SLOW:
@@ -54,7 +54,7 @@ def precision() -> list[str]:
 
 
 def complete(exported: Path) -> str:
-    """The prompt and what the exported model makes of it, by transformers' own classes alone."""
+    """The prompt and the exported model's greedy continuation, made with transformers' own classes alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
@@ -67,7 +67,7 @@ def complete(exported: Path) -> str:
 
 
 def summary(run: Path, exported: Path, picture: Path, seconds: float) -> str:
-    """The demo's last lines: where everything that it made lies."""
+    """The demo's last lines: the losses, and the paths of everything that it has made."""
     rows = read_metrics(run / METRICS)
     updates = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]

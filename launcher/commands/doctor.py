@@ -1,6 +1,6 @@
 """`roundtable doctor`: what this machine has, and what will not work on it.
 
-Libraries are tried in child processes, so that one that breaks, or prints, harms nothing here.
+Libraries are imported in child processes, so that one that crashes or prints does not disturb the report.
 """
 
 import json
@@ -39,7 +39,7 @@ _WANDB_PROBE = "from launcher.watch.wandb_run import choose_mode; print(choose_m
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. ``fails``: training cannot work here; ``lacks``: something will not work, or is slow."""
+    """One thing examined. ``fails``: training cannot work here; ``lacks``: something will not work, or is slow."""
 
     topic: str
     found: str

@@ -1,4 +1,4 @@
-"""`roundtable eval --tasks`: a checkpoint on tasks of lm-evaluation-harness, on one process."""
+"""`roundtable eval --tasks`: scores of a checkpoint on tasks of lm-evaluation-harness, by one process."""
 
 import json
 import os
@@ -35,14 +35,14 @@ from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
 
 KEY = "--tasks"
-BATCH_TOKENS = 8192  # of one forward pass, padding included; a sequence alone may have more
-BATCH_TEXTS = 16  # that are generated together
+BATCH_TOKENS = 8192  # in one forward pass, padding included; a single sequence may have more
+BATCH_TEXTS = 16  # texts that are generated together
 
 
 def evaluate_tasks(path: Path | str, asked: Asked, out: str | None, *, as_json: bool) -> int:
-    """Prints what the checkpoint comes to on the tasks, and writes it to ``out`` as JSON; returns 0.
+    """Prints the checkpoint's metrics on the tasks, and writes them to ``out`` as JSON, if given; returns 0.
 
-    Computes in the precision that the run trains in, as held-out losses are. Raises UserError where a task, the
+    Computes in the precision that the run trains in, like held-out losses. Raises UserError where a task, the
     checkpoint or an option is wrong; then nothing is written.
     """
     problems = option_problems(asked, out)
@@ -84,7 +84,7 @@ def option_problems(asked: Asked, out: str | None) -> list[str]:
 
 
 def why_not_new(out: str) -> str | None:
-    """Why no file can be written there, told before the model computes; None where one can."""
+    """Why no new file can be written at ``out``; None where one can. Checked before the model computes."""
     rule = why_no_path(out)
     if rule is not None:
         return rule
@@ -95,7 +95,7 @@ def why_not_new(out: str) -> str | None:
 
 
 def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, Any]:
-    """The model's answers to the requests, and what they come to."""
+    """The results of the tasks from the model's answers, its longest sequence, and how many requests were cut to it."""
     from launcher.tasks.model import RoundtableLM
 
     config = trained.config
@@ -123,7 +123,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
 def score_windows(
     decoder: Decoder, windows: Sequence[Window], device: torch.device, advance: Callable[[int], None] = lambda n: None
 ) -> list[Answer]:
-    """Each window's answer, computed with others of its length, the longest first."""
+    """Each window's answer, in order. Batches hold windows of similar length, at most BATCH_TOKENS, longest first."""
     order = sorted(range(len(windows)), key=lambda number: -windows[number].n_inputs)
     found: dict[int, Answer] = {}
 
@@ -143,7 +143,7 @@ def score_windows(
 
 @contextmanager
 def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Takes how much more is done: a bar on a terminal, nothing elsewhere."""
+    """Yields a function that takes how much more is done, and shows a bar on a terminal, nothing elsewhere."""
     console = open_console(stderr=True)
     if not console.is_terminal:
         yield lambda n: None
@@ -154,7 +154,7 @@ def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def print_results(found: dict[str, Any]) -> None:
-    """A table of the metrics, a line of what they were measured with, and what was cut."""
+    """Prints a table of the metrics, a line on the harness and the options, and one on requests that were cut."""
     table = plain_table("task", "version", ">documents", ">shots", "metric", ">value", ">stderr")
     for kind in ("tasks", "groups"):
         for name, result in found.get(kind, {}).items():
@@ -173,5 +173,5 @@ def print_results(found: dict[str, Any]) -> None:
 
 
 def shown(value: float | None) -> str:
-    """A number with four places; nothing where there is none."""
+    """A number with four decimals; an empty text for None."""
     return "" if value is None else f"{value:.4f}"

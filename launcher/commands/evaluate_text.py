@@ -1,4 +1,4 @@
-"""`roundtable eval --text`: a checkpoint's loss on text that is given, whatever the run was trained on."""
+"""`roundtable eval --text`: a checkpoint's loss on a given text, which need not be part of the run's data."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from launcher.watch.metrics import encode_json
 
 @dataclass
 class Corpus:
-    """The text as the model reads it: packed as held-out text is, attention within documents, each ending in EOS."""
+    """The text as the model reads it: packed like held-out data, attention within documents, each ending in EOS."""
 
     dataset: Dataset
     n_documents: int
@@ -40,8 +40,8 @@ class Corpus:
 def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_json: bool) -> int:
     """Prints the checkpoint's loss per token, bits per byte and perplexity on the file ``text``; returns 0.
 
-    ``text`` is what a source's path may be: a text file (one document), jsonl, parquet, a folder, a glob. Raises
-    UserError where it cannot be read or holds nothing to predict, or where the checkpoint has no tokenizer.
+    ``text`` may be whatever a data source's path may be: a text file (one document), jsonl, parquet, a folder, a glob.
+    Raises UserError where it cannot be read or holds nothing to predict, or where the checkpoint has no tokenizer.
     """
     source = SourceConfig(path=text, text_key=text_key)
     with as_options("--text"):
@@ -61,7 +61,7 @@ def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_jso
 
 @contextmanager
 def as_options(option: str) -> Iterator[None]:
-    """Turns errors about the keys of a source called ``option`` into errors about the options that they came from."""
+    """Turns DataErrors about keys of the data source ``option`` into UserErrors about the command line's options."""
     try:
         yield
     except DataError as error:
@@ -72,7 +72,7 @@ def as_options(option: str) -> Iterator[None]:
 
 
 def read_corpus(source: SourceConfig, shards: list[Shard], trained: Trained, tokenizer: Path, folder: Path) -> Corpus:
-    """The text's documents as token files in ``folder``, made as preparation makes them."""
+    """The text's documents as a dataset of token files in ``folder``, made as `prepare` makes them."""
     n_bytes, n_documents, prefixes = 0, 0, []
     for number, shard in enumerate(shards):
         n_bytes += sum(len(text.encode(errors="replace")) for text, _ in read_documents(source, shard, "--text"))
@@ -100,7 +100,7 @@ def read_corpus(source: SourceConfig, shards: list[Shard], trained: Trained, tok
 
 
 def report(trained: Trained, corpus: Corpus, loss: float, *, as_json: bool) -> None:
-    """Prints what was found, in a line or as JSON."""
+    """Prints the loss, bits per byte, perplexity and sizes, in a line or as JSON."""
     bits_per_byte = loss * corpus.n_targets / math.log(2) / corpus.n_bytes
     step, n_targets, n_bytes = trained.checkpoint.step, corpus.n_targets, corpus.n_bytes
     if as_json:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that Hugging Face transformers loads with no custom code."""
+"""`roundtable export`: writing a checkpoint as a folder that Hugging Face transformers loads without custom code."""
 
 import json
 import shutil
@@ -49,10 +49,10 @@ def export(
 ) -> int:
     """Writes ``checkpoint`` (a run directory or one checkpoint's) to ``out`` in transformers' format; returns 0.
 
-    ``dtype`` None keeps the fp32 masters as they are. ``verified``: transformers then computes from the folder what we
-    compute; where it does not, nothing is kept, why is told, and 1 is returned. ``keeps_mtp``: modules that predict
-    further tokens are written too. Raises UserError, nothing created, where the checkpoint or ``out`` is unusable,
-    or where fp16 cannot hold a weight.
+    ``dtype`` None keeps the fp32 master weights as they are. ``verified``: the folder is kept only if transformers
+    computes the same logits from it as Roundtable; else the reason is printed and 1 is returned. ``keeps_mtp``: the
+    modules of multi-token prediction are written too. Raises UserError, before anything is created, where the
+    checkpoint or ``out`` is unusable, or where fp16 cannot hold a weight.
     """
     problems = out_problems(out)
     if problems:
@@ -107,9 +107,10 @@ def write_export(
 ) -> None:
     """Writes the logical ``tensors`` (each once, any order) and ``tokenizer``'s files as a transformers folder.
 
-    ``generation`` is the content of generation_config.json; None: ours. ``template``: the chat template; None: the
-    tokenizer's own. ``special``: the ids of special tokens where there is no tokenizer.
-    ``out`` is whole or absent. ``check`` looks at it under another name before; what it raises leaves nothing behind.
+    ``generation`` is the content of generation_config.json; None: one with the special tokens' ids. ``template``: the
+    chat template; None: the tokenizer's own. ``special``: the ids of special tokens where there is no tokenizer.
+    ``check`` is called with the complete folder under a hidden name; if it raises, the folder is removed. ``out`` is
+    complete or absent.
     """
     if config.family == NO_FAMILY:
         told = f"model.family={NO_FAMILY} names no class of `transformers` that an export could become"
@@ -156,12 +157,12 @@ def out_problems(out: Path) -> list[str]:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether a run keeps its checkpoints there."""
+    """Whether ``folder`` holds a run's checkpoints."""
     return any((folder / name / MANIFEST).is_file() for name in LocalStore(folder).names())
 
 
 def other_tokenizer(folder: Path) -> str | None:
-    """The class by which transformers reads the folder's tokenizer as another one; None where it is taken as it is."""
+    """The class with which AutoTokenizer changes the folder's tokenizer; None where it keeps tokenizer.json as it is."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -177,7 +178,7 @@ def other_tokenizer(folder: Path) -> str | None:
 
 
 def room_problems(out: Path, config: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """Why the disk cannot take the export, one line."""
+    """A line where the disk has too little space for the export."""
     tensors = logical_tensors(config).items()
     need = sum(tensor.numel * (1 + len(copies_of(config, name))) for name, tensor in tensors) * dtype.itemsize
     free = shutil.disk_usage(nearest_existing(out.parent)).free
@@ -195,7 +196,7 @@ def special_tokens(loaded: Any) -> SpecialTokens:
 
 
 def trained_template(sources: Iterable[SourceConfig]) -> str | None:
-    """The chat template that the run's config names for its chats; None: the tokenizer's own, or none, counts."""
+    """The chat template of the run's sources; None, for the tokenizer's own, where they name none or several."""
     templates = {source.chat.template for source in sources if source.chat is not None}
     if len(templates) > 1:
         tell("the run's sources have several chat templates, so the export has the tokenizer's own, if any")
@@ -203,14 +204,14 @@ def trained_template(sources: Iterable[SourceConfig]) -> str | None:
 
 
 def rewrite_tokenizer_config(folder: Path, loaded: Any, template: str | None) -> None:
-    """Rewrites the folder's tokenizer_config.json in words that transformers 4 and 5 both understand.
+    """Rewrites the folder's tokenizer_config.json so that transformers 4 and 5 both load the same tokenizer from it.
 
-    ``loaded``: the tokenizer by its own class, which may pad and cut on the left where the general one does on the
-    right. ``template`` takes the place of all its chat templates; None: they stay.
+    ``loaded``: the tokenizer as loaded by its own class, which may pad and truncate on the left where the general class
+    does so on the right. ``template`` replaces all its chat templates; None: they stay.
 
-    What 5 calls a class, and the special tokens without a name, are unknown to 4. Both take tokenizer.json as it is
-    where the class is the general one; 4 then sets its add_prefix_space by tokenizer_config.json, and adds token types
-    that no decoder takes.
+    Version 4 does not know the class names of version 5, nor its key for special tokens without a name. With the
+    general class both take tokenizer.json as it is; version 4 then sets add_prefix_space from tokenizer_config.json,
+    and would add token type ids, which no decoder takes.
     """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -247,7 +248,8 @@ def write_weights(
 ) -> None:
     """Writes safetensors files of at most ``shard_bytes``, and their index where there are several.
 
-    Called after ``write_configs``. One shard is in memory at a time. Raises RuntimeError where a tensor is missing.
+    The folder must hold config.json already. One shard is in memory at a time. Raises RuntimeError where a tensor is
+    missing.
     """
     missing = set(logical_shapes(config))
     shards: list[list[str]] = []
@@ -274,9 +276,9 @@ def write_weights(
 def hf_tensors(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, dtype: torch.dtype, missing: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor under its transformers name, in ``dtype``; strikes our name off ``missing``.
+    """Each tensor under its transformers name, in ``dtype``; removes Roundtable's name for it from ``missing``.
 
-    What transformers keeps in fp32, such as a router's selection bias, stays so.
+    Tensors that transformers keeps in fp32, such as a router's selection bias, stay in fp32.
     """
 
     def struck() -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""`roundtable generate`: continuing a prompt with a trained model."""
 
 import sys
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ def generate_from_checkpoint(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """Loads ``checkpoint`` (a run directory or one checkpoint's) and prints ``prompt`` and what follows.
+    """Prints and returns ``prompt`` and its continuation by ``checkpoint`` (a run directory or one checkpoint's).
 
-    In bf16 on a GPU where there is one, else in fp32. Raises UserError where an argument is wrong, or the model's
-    logits are not finite.
+    Computes in bf16 on a GPU where there is one, else in fp32 on the CPU. Raises UserError where an argument is wrong,
+    or the model's logits are not finite.
     """
     prompt, problems = readable(prompt, "--prompt")
     problems += argument_problems(max_new_tokens, temperature, top_k, top_p, seed)
@@ -100,10 +100,10 @@ def generate_text(
     ends: Sequence[int] | None = None,
     begin: int | None = None,
 ) -> str:
-    """``prompt`` and its continuation, also written to ``out``: on a terminal as it comes.
+    """``prompt`` and its continuation, also written to ``out``; on a terminal, token by token.
 
-    It goes up to one of ``ends``; None: the tokenizer's EOS. ``begin``: the BOS that stands before the prompt's tokens,
-    where that does not spell it out; None: none does.
+    Generation stops at one of the ids ``ends`` (None: the tokenizer's EOS), or after ``max_new_tokens``. ``begin``: the
+    BOS id that is put before the prompt's tokens unless the prompt begins with it; None: no BOS.
     """
     with making_tokens(f"--prompt={prompt!r}"):
         prompt_ids = after_bos(tokenizer.encode(prompt, add_special_tokens=False), begin)
@@ -133,7 +133,7 @@ def generate_text(
 
 
 def check_length(prompt_length: int, max_new_tokens: int, max_positions: int | None) -> None:
-    """Raises UserError where the text would go beyond learned positions; the last token needs none."""
+    """Raises UserError where the text would exceed the learned positions; the last new token needs no position."""
     if max_positions is None or prompt_length + max_new_tokens - 1 <= max_positions:
         return
     rows = f"model.max_positions={max_positions}"
@@ -145,11 +145,11 @@ def check_length(prompt_length: int, max_new_tokens: int, max_positions: int | N
 
 
 def settled(text: str) -> str:
-    """``text`` without a character at its end whose bytes are not all there yet."""
+    """``text`` without a last character that is still incomplete, as tokens may end within a character's bytes."""
     return text.rstrip("\ufffd")
 
 
 def write_rest(out: TextIO, shown: str, text: str) -> str:
-    """Writes what ``text`` adds to ``shown``; returns what is shown now."""
+    """Writes what ``text`` adds to the text already ``shown``; returns all that is shown now."""
     say(text[len(shown) :], file=out, end="", raw=not out.isatty())
     return max(shown, text, key=len)

@@ -1,4 +1,4 @@
-"""`roundtable import`: from a folder that Hugging Face transformers loads to a run directory."""
+"""`roundtable import`: making a run directory from a folder that Hugging Face transformers loads."""
 
 import os
 import shlex
@@ -35,11 +35,11 @@ PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
-    """Writes the model of folder ``hf_dir``, in transformers' format, to the run directory ``run_dir``, and says so.
+    """Writes the model of ``hf_dir``, a folder in transformers' format, to the new run directory ``run_dir``.
 
-    The weights are fp32, whatever they were. ``drops_mtp`` leaves out modules that predict further tokens; so does,
-    with a line, a folder whose config.json tells of them and whose files have none of their weights. Raises UserError
-    or DataError, nothing created, where either folder is unusable. Nothing of the source is run.
+    The weights are widened to fp32. ``drops_mtp`` leaves out the modules of multi-token prediction; they are also left
+    out, with a line, where config.json has them but the files hold none of their weights. No code of the folder is run.
+    Raises UserError or DataError, before anything is created, where either folder is unusable.
     """
     source, out = Path(hf_dir), Path(run_dir)
     problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
@@ -82,7 +82,7 @@ def place_problems(out: str) -> list[str]:
 
 
 def overlap_problems(source: Path, out: Path) -> list[str]:
-    """That the one folder is in the other, one line."""
+    """A line where ``out`` lies in ``source``, which is only read."""
     inside, real = os.path.realpath(source), os.path.realpath(out)
     if not f"{real}/".startswith(f"{inside}/"):
         return []
@@ -90,7 +90,7 @@ def overlap_problems(source: Path, out: Path) -> list[str]:
 
 
 def room_problems(out: Path, n_elements: int) -> list[str]:
-    """Why the disk cannot take the run directory, one line."""
+    """A line where the disk has too little space for a checkpoint of ``n_elements`` in fp32."""
     need, free = n_elements * ELEMENT_BYTES, shutil.disk_usage(nearest_existing(out.parent)).free
     if need <= free:
         return []
@@ -105,7 +105,7 @@ def bytes_to_read(weights: Weights) -> int:
 
 
 def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Iterator[str]:
-    """What was written, and what it can be used for."""
+    """Two lines: what was written, and the commands that use it."""
     dtypes = " and ".join(PRECISIONS[dtype] for dtype in weights.dtypes)
     again = f" (`export --dtype {dtypes}` writes them as they were)" if len(weights.dtypes) == 1 else ""
     widened = "" if dtypes == "fp32" else f", {dtypes} widened to fp32{again}"
@@ -119,7 +119,7 @@ def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Ite
 
 @contextmanager
 def shown_progress(n_bytes: int, doing: str) -> Iterator[Callable[[int], None]]:
-    """Takes how many more bytes are read: a bar on a terminal, a line now and then elsewhere."""
+    """Yields a function that takes how many more bytes were read, and shows a bar on a terminal, lines elsewhere."""
     console = open_console(stderr=True)
     if console.is_terminal:
         columns = (text_column(doing), BarColumn(), DownloadColumn(True), TimeRemainingColumn())

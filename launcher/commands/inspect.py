@@ -1,4 +1,7 @@
-"""`roundtable inspect CHECKPOINT --text ...`: a forward pass looked into. The checkpoint and its run are only read."""
+"""`roundtable inspect CHECKPOINT --text ...`: attention, routing and layer-wise predictions of a forward pass.
+
+The checkpoint and its run are only read.
+"""
 
 import json
 from typing import Any
@@ -31,10 +34,10 @@ USUAL_SEQUENCES = 8  # of each source's held-out text
 
 
 def inspect_checkpoint(path: str, wishes: Wishes) -> int:
-    """Looks at the texts' passes, prints a summary, and writes what --out asks for.
+    """Runs the model on the texts, prints a summary of what it computes inside, and writes what --out asks for.
 
-    Returns 0, or 1 where what is shown is not what the model computed. Raises UserError where something is wrong; then
-    nothing has been created.
+    Returns 0, or 1 where a check fails that what is shown agrees with the model's output. Raises UserError, before
+    anything is created, where an argument or the checkpoint is wrong.
     """
     problems = list(argument_problems(wishes))
     if problems:
@@ -79,12 +82,12 @@ def inspect_checkpoint(path: str, wishes: Wishes) -> int:
 
 
 def is_right(check: dict[str, Any]) -> bool:
-    """Whether one of the report's checks came out."""
+    """Whether one of the report's checks has passed."""
     return bool(check.get("right", check.get("last_layer_is_the_output")))
 
 
 def open_tokenizer(path: str, trained: Trained) -> Any:
-    """The checkpoint's tokenizer, which reads text as preparation does. Raises UserError where it has none."""
+    """The checkpoint's tokenizer, which encodes text as `prepare` does. Raises UserError where it has none."""
     if trained.tokenizer is None:
         problem = f"CHECKPOINT={path} holds no tokenizer, so no text can be read"
         raise UserError([f"{problem}; set data.tokenizer and train on"])
@@ -109,7 +112,7 @@ def look(
     notes: list[str],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """The report, by one process on a GPU where there is one, else on the CPU."""
+    """The report on the texts, computed by this process on a GPU where there is one, else on the CPU."""
     config = trained.config
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_decoder(trained, device, DTYPES[wishes.dtype])

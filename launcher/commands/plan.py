@@ -1,4 +1,4 @@
-"""`roundtable plan`: the memory and the time of a run, or of each row of a file, without a GPU."""
+"""`roundtable plan`: the memory and time that a run takes, or each row of a file, estimated without a GPU."""
 
 import json
 import math
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from launcher.trace.hardware import Hardware
 
 
-GPU = "H100"  # that is planned for where none is named
+GPU = "H100"  # planned for where neither the command nor the config names a GPU
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def plan_config(
 ) -> int:
     """Prints the plan and returns the exit code. ``gpu`` and ``gpus``: None takes the job's from the config.
 
-    Raises UserError for an unknown GPU, a layout that does not fit the number of GPUs, or what cannot be traced.
+    ``imbalance``: rows that the busiest rank of ep receives, over the mean. Raises UserError for an unknown GPU, a
+    layout that does not fit the number of GPUs, or a config that cannot be traced.
     """
     from launcher.estimate.step import check_known
     from launcher.plan.corrections import corrected, factors_for
@@ -85,7 +86,7 @@ def plan_config(
 
 
 def gpu_for(config: "RunConfig", gpu: str | None) -> "tuple[str, Hardware]":
-    """The GPU to plan for, as it was given, and its file: the command's, else the config's, else an H100."""
+    """The name of the GPU to plan for and its hardware description: the command's, else the config's, else an H100."""
     from launcher.trace.hardware import read_hardware
 
     option = "--gpu"
@@ -98,7 +99,7 @@ def gpu_for(config: "RunConfig", gpu: str | None) -> "tuple[str, Hardware]":
 
 
 def plan_file(path: Path, *, as_json: bool) -> int:
-    """Prints a plan for each row of a file of JSON lines and returns the exit code; a row that has none says why.
+    """Prints a plan for each row of a file of JSON lines and returns 0; a row that cannot be planned says why.
 
     Raises UserError where the file cannot be read.
     """
@@ -129,9 +130,9 @@ def search_config(
 ) -> int:
     """Prints the fastest layouts of a config that fit, writes the first one's config to ``out``; returns the exit code.
 
-    ``n_traces`` of them are traced, within a minute in all, and then the traces decide.
+    The best ``n_traces`` of them are then traced, within a minute in all, and ordered by their traces.
 
-    Raises UserError for an unknown GPU, a model that no layout runs, a file that is there, or where nothing fits.
+    Raises UserError for an unknown GPU, a model that no layout can run, an ``out`` that exists, or where nothing fits.
     """
     from launcher.closed_form.gpus import gpu_like
     from launcher.config.load import load_config
@@ -172,7 +173,7 @@ def search_config(
 
 
 def none_found(config: "RunConfig", found: "Searched", n_gpus: int, gpu: str) -> list[str]:
-    """Why a search has found nothing: what the rules say of the config itself, or that no layout fits."""
+    """Why a search has found nothing: the rules that the config itself breaks, or that no layout is legal or fits."""
     from launcher.config.rules import check
 
     if found.n_planned > found.n_unfit or not found.n_planned:
@@ -183,7 +184,7 @@ def none_found(config: "RunConfig", found: "Searched", n_gpus: int, gpu: str) ->
 
 
 def calibrate_by(run: str, gpu: str | None, *, as_json: bool) -> int:
-    """Keeps what a run measured beside its plan, tells it, and returns the exit code.
+    """Stores a run's planned and measured values, which correct later plans, prints them, and returns 0.
 
     Raises UserError where the run has too few steps, or ran on other hardware than ``gpu``.
     """
@@ -204,7 +205,7 @@ def calibrate_by(run: str, gpu: str | None, *, as_json: bool) -> int:
 
 
 def list_calibrations(*, as_json: bool) -> int:
-    """Prints all corrections that there are and returns the exit code. Raises UserError where their file is damaged."""
+    """Prints all stored corrections and returns 0. Raises UserError where their file is damaged."""
     from launcher.plan.corrections import corrections_file, read_corrections
 
     found = read_corrections()
@@ -218,7 +219,7 @@ def list_calibrations(*, as_json: bool) -> int:
 
 
 def forget_calibration(name: str) -> int:
-    """Removes a correction and returns the exit code. Raises UserError where there is none of that name."""
+    """Removes the correction of this name and returns 0. Raises UserError where there is none."""
     from launcher.plan.corrections import forget
 
     say(f"{name} is removed from {forget(name)}")
@@ -226,7 +227,7 @@ def forget_calibration(name: str) -> int:
 
 
 def print_corrections(found: "Sequence[Correction]") -> None:
-    """A line for each way to plan and term."""
+    """Prints a table of planned and measured values and their ratio, for each planning method and term."""
     from launcher.plan.corrections import ENGINES
     from launcher.tables import plain_table, wide_console
 

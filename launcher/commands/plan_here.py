@@ -1,4 +1,4 @@
-"""`roundtable plan CONFIG --as cpu`: the time of a step by local processes on this machine's processor."""
+"""`roundtable plan CONFIG --as cpu`: the time of a training step by local processes on this machine's processor."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from launcher.training.start import default_ranks
 def plan_processor(
     path: Path, overrides: Sequence[str], machine: str, ranks: int | None, others: Sequence[str], *, as_json: bool
 ) -> int:
-    """Prints the plan and returns the exit code. ``others``: options that were given and say nothing here.
+    """Prints the plan and returns the exit code. ``others``: options that were given, though they say nothing here.
 
-    Raises UserError for another machine than cpu, for options of GPUs, or what cannot be traced.
+    Raises UserError for another ``machine`` than cpu, for any of ``others``, or for a config that cannot be traced.
     """
     if machine != "cpu":
         raise UserError([f"--as={machine} must be cpu: this machine's processor; for a GPU give --gpu={machine}"])
@@ -42,7 +42,7 @@ def plan_processor(
 
 
 def check_traceable(config: RunConfig) -> None:
-    """Refuses what has no rate on a processor. Raises UserError."""
+    """Raises UserError for precisions and compiled kernels whose speed is not measured on a processor."""
     if config.train.precision not in ("bf16", "fp32"):
         rule = "has no plan on a processor, whose rates are measured in bf16 and fp32"
         raise UserError([f"train.precision={config.train.precision} {rule}; try train.precision=bf16"])

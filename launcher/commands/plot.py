@@ -25,20 +25,20 @@ from launcher.watch.moe import busiest_load
 from launcher.watch.picture import check_picture, save_picture
 from launcher.watch.plot import GRID, SMOOTHING_FRACTION, smooth
 
-# Okabe and Ito's colors, told apart by color-blind readers too (jfly.uni-koeln.de/color), the darkest first; then they
-# come again with other dashes.
+# Okabe and Ito's colors, told apart by color-blind readers too (jfly.uni-koeln.de/color), the darkest first. Further
+# runs repeat them with other dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
-MOST_POINTS = 2000  # of a line; more are averaged, for no screen shows them
+MOST_POINTS = 2000  # of a line; more are averaged, since no screen shows them
 WIDTH_INCHES, ROW_INCHES, LEGEND_LINE_INCHES = 12.0, 3.0, 0.24
-WIDE_RATIO = 1e3  # of a logarithmic axis's ends: beyond, numbers between the powers of ten would lie on each other
-LEGEND_LETTERS = 130  # that fit side by side
+WIDE_RATIO = 1e3  # of a logarithmic axis's ends; beyond it, labels between the powers of ten would overlap
+LEGEND_LETTERS = 130  # letters that fit into a line of the legend
 Axis = Literal["steps", "tokens"]
 
 
 @dataclass
 class Curves:
-    """One run's numbers as they are drawn."""
+    """One run's numbers that are drawn, by metric."""
 
     name: str
     updates: dict[str, np.ndarray] = field(default_factory=dict)  # key -> values_N; NaN where a row lacks it
@@ -47,7 +47,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: which number, and how it is drawn."""
+    """One pair of axes: the metric that it shows, and how it is drawn."""
 
     key: str
     title: str
@@ -100,7 +100,7 @@ def find_metrics(name: str) -> Path:
 
 
 def read_curves(path: Path, name: str) -> Curves:
-    """The run's numbers that are drawn. Raises UserError where no update is in it."""
+    """The numbers to draw from a run's metrics.jsonl. Raises UserError where it holds no update."""
     rows = read_metrics(path)
     updates = [row for row in rows if "loss" in row]
     if not updates:
@@ -157,7 +157,7 @@ def _has(run: Curves, key: str) -> bool:
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Curves], x: Axis) -> None:
-    """One number of all runs: what was measured faint where it is noisy, and smoothed strongly."""
+    """Draws one metric of all runs; a noisy one as a faint line, with its smoothed values as a strong line."""
     for number, run in enumerate(runs):
         if not _has(run, panel.key):
             continue
@@ -176,13 +176,13 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Curves], x: Axis) -> No
 
 
 def style_of(number: int) -> dict[str, Any]:
-    """The look of a run's lines, by its place among the runs."""
+    """The color, dashes and width of a run's lines, by its number among the runs."""
     dashes = DASHES[number // len(COLORS) % len(DASHES)]
     return {"color": COLORS[number % len(COLORS)], "linestyle": dashes, "linewidth": 1.8}
 
 
 def _thin(at_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MOST_POINTS points: means of neighbors, of which those that are not known are left out."""
+    """The line reduced to at most MOST_POINTS points; each is the mean of its neighbors' finite values, or NaN."""
     if len(at_N) <= MOST_POINTS:
         return at_N, values_N
     bounds = np.linspace(0, len(at_N), MOST_POINTS + 1).astype(int)[:-1]
@@ -225,7 +225,7 @@ def short(value: float) -> str:
 
 
 def labels_of(runs: Sequence[Curves]) -> list[str]:
-    """Each run's name, and how far it is: its last step and losses, the training loss smoothed."""
+    """One legend label for each run: its name, last step, smoothed training loss and last held-out loss."""
     labels = []
     for run in runs:
         loss_N, step = run.updates["loss"], int(run.updates["step"][-1])
@@ -241,7 +241,7 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _draw_legend(figure: Figure, labels: Sequence[str]) -> None:
-    """Every run, row by row above the panels (matplotlib fills columns). Names are no formulas."""
+    """Draws the legend above the panels, runs row by row (matplotlib fills columns). ``$`` in a name is no formula."""
     columns = _legend_columns(labels)
     order = [number for column in range(columns) for number in range(column, len(labels), columns)]
     legend = figure.legend(

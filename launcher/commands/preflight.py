@@ -1,4 +1,4 @@
-"""`roundtable preflight CONFIG`: measures the nodes that it runs on, and says which a run should do without."""
+"""`roundtable preflight CONFIG`: measures the nodes that it runs on, and names those that a run should not use."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from parallel.processes.environment import number
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.world import rank_hosts, set_rank_environment, world_size_from_environment
 
-READ = ("name", "run_dir", "train.start_seconds")
-FOLDER = "preflight"  # in the run directory: what was measured
+READ = ("name", "run_dir", "train.start_seconds")  # the keys of the config that a preflight uses
+FOLDER = "preflight"  # the run directory's folder for measurements
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured, what it means, and how long it took."""
+    """The measurements, the judgement on each node, and the seconds that they took."""
 
     found: Findings
     judgement: Judgement
@@ -42,9 +42,9 @@ def preflight_config(
 ) -> int:
     """Measures on ``ranks`` local processes, or as one rank of a torchrun or srun job; returns the exit code.
 
-    0: nothing against any node; 1: rank 0 found bad nodes, or there is no verdict. Rank 0 prints the table, keeps
-    everything in RUN_DIR/preflight/, and writes the names of the bad nodes into ``bad_nodes``, one a line; that file is
-    there exactly when there is a verdict.
+    0: no bad node; 1: rank 0 found bad nodes, or there is no verdict. Rank 0 prints the table, keeps all measurements
+    in RUN_DIR/preflight/, and writes the names of the bad nodes into the file ``bad_nodes``, one a line, also where
+    there are none. Without a verdict that file is not written.
     """
     job_size = world_size_from_environment()
     if job_size is None:
@@ -62,7 +62,7 @@ def preflight_config(
 
 
 def measure_here(config: RunConfig, n_ranks: int) -> Outcome | int:
-    """The outcome of local processes, or an exit code."""
+    """The outcome measured by ``n_ranks`` local processes, or exit code 1 where they fail."""
     from parallel.processes.start import RankError, run_ranks
 
     try:
@@ -73,9 +73,10 @@ def measure_here(config: RunConfig, n_ranks: int) -> Outcome | int:
 
 
 def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcome | int]:
-    """This rank's part in the job's: the outcome on rank 0, else an exit code.
+    """The config, and this rank's result in the job's measurement: the outcome on rank 0, an exit code on others.
 
-    A rank that cannot read the config where others can is not a user's mistake, but a broken node.
+    Every rank of the job must call it. A rank that cannot read the config where others can has a broken node; a config
+    that no rank can use is the user's mistake, and raises UserError.
     """
     from parallel.processes.roll_call import RollCallError
 
@@ -96,7 +97,7 @@ def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcom
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config, of which only what a preflight reads is checked: it runs on any number of processes."""
+    """The config; only the keys that a preflight uses are checked, since it runs on any number of processes."""
     config = load_config(path, overrides)
     problems = [line for line in check(config, config.slurm.world_size) if line.partition("=")[0] in READ]
     if problems:
@@ -106,7 +107,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def check_new_list(path: str | None) -> None:
-    """Raises UserError where the list of bad nodes cannot be written there, before anything is measured."""
+    """Raises UserError where the list of bad nodes cannot be written to ``path``; called before measuring."""
     if path is None:
         return
     rule = why_no_path(path) or ("must be a file, and is a folder" if os.path.isdir(path) else None)
@@ -116,9 +117,10 @@ def check_new_list(path: str | None) -> None:
 
 
 def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Sequence[str] = ()) -> Outcome | None:
-    """One rank's part; the outcome on rank 0. ``hosts`` names each rank's node, where that is known before.
+    """One rank's part in the measurement, which all ranks must call; returns the outcome on rank 0, else None.
 
-    ``problems`` are why this rank cannot take part, which it must tell the others.
+    ``hosts`` names each rank's node, where these are known in advance. ``problems`` say why this rank cannot take part,
+    and are sent to the other ranks.
     """
     from parallel.preflight.course import run_course
     from parallel.processes.roll_call import RollCall
@@ -130,7 +132,7 @@ def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Seq
 
 
 def conclude(config: RunConfig, outcome: Outcome, bad_nodes: str | None, *, json_wanted: bool) -> int:
-    """Rank 0: prints and keeps the outcome."""
+    """Prints the outcome, stores it and the list of bad nodes, and returns 1 if there are any, else 0; for rank 0."""
     said = as_json(outcome.found, outcome.judgement, outcome.seconds)
     if json_wanted:
         say(json.dumps(said, indent=2))
@@ -150,7 +152,7 @@ def conclude(config: RunConfig, outcome: Outcome, bad_nodes: str | None, *, json
 
 
 def name_of_this_one() -> str:
-    """By which the outcome is kept: the job and its step, or the time."""
+    """The name of this outcome's file: the Slurm job, start and step, or the time of day outside of Slurm."""
     if "SLURM_JOB_ID" in os.environ:
         restart, step = number("SLURM_RESTART_COUNT", default=0), number("SLURM_STEP_ID", default=0)
         return f"job-{number('SLURM_JOB_ID')}-start-{restart}-step-{step}"

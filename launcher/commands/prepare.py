@@ -1,4 +1,4 @@
-"""`roundtable prepare`: raw text to token files, with progress where people look."""
+"""`roundtable prepare`: turns raw text into token files, and shows progress and a summary on stderr."""
 
 import time
 from pathlib import Path
@@ -22,15 +22,15 @@ from data.tokenfile import TokenFile
 from launcher.config.tree import RunConfig
 from launcher.console import in_a_line, open_console, tell, text_column
 
-MOST_COUNTED = 10_000_000  # documents; their index is read in a second or two
+MOST_COUNTED = 10_000_000  # documents that a summary counts in the files' indices, in a second or two
 PLAIN_LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None, *, report: bool = False) -> Prepared | None:
-    """Prepares what is missing, with a bar on a terminal and plain lines elsewhere; says at the end what there is.
+    """Prepares the token files that are missing and returns the prepared data; prints a summary at the end.
 
-    ``task=(k, n)``: the k-th of n shares only; the result is None where the others have not done theirs. ``report``:
-    also writes the page of the data.
+    Progress is a bar on a terminal and plain lines elsewhere. ``task=(k, n)``: prepares the k-th of n shares only, from
+    0; the result is None where other shares are not done. ``report``: also writes an HTML page about the data.
     """
     console = open_console(stderr=True)
     started = time.monotonic()
@@ -48,14 +48,14 @@ def prepare_shown(config: RunConfig, task: tuple[int, int] | None = None, *, rep
 
 
 def what_is_left(config: RunConfig) -> str:
-    """What finishes the data where a share of an array has not."""
+    """Words on what is still to be done when a task of an array has prepared its share."""
     if config.data.cleaning is None:
         return "the last one finishes the data"
     return "when all are, the same array goes on with the next step: texts, copies, tokens (docs/cleaning.md)"
 
 
 def write_report(config: RunConfig, prepared: Prepared) -> Path:
-    """Writes the page of the prepared data into token_dir; returns its path."""
+    """Writes an HTML page about the prepared data into token_dir; returns its path."""
     from launcher.corpus_report.gather import gather
     from launcher.corpus_report.page import render
     from launcher.report.page import made_at
@@ -68,7 +68,7 @@ def write_report(config: RunConfig, prepared: Prepared) -> Path:
 
 
 def summary(prepared: Prepared, seconds: float) -> str:
-    """One line for each source: its folder, documents and tokens."""
+    """One line for each source with its folder, documents and tokens, and one with the seconds that it all took."""
     lines = []
     for part in prepared.sources:
         if part.manifest is None:
@@ -83,9 +83,10 @@ def summary(prepared: Prepared, seconds: float) -> str:
 
 
 def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
-    """How a run's samples are filled, in a line for each source: what is padding, and how many documents are cut.
+    """One line for each source with the shares of padding and of cut documents in a run's samples.
 
-    Where documents are laid end to end, they are counted in the files' indices, up to ``MOST_COUNTED`` documents.
+    Under sequential packing they are counted from the files' indices; a source of more than ``MOST_COUNTED`` documents
+    has no line.
     """
     lines = []
     for part in prepared.sources:
@@ -107,7 +108,7 @@ def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
 
 
 def dropped_lines(prepared: Prepared) -> list[str]:
-    """For each source that lost documents: how many there were, how many were left out and why, the first ones."""
+    """Lines for each source that lost documents: how many were kept and left out, the reasons, and the first ones."""
     lines = []
     for part in prepared.sources:
         if part.manifest is None:
@@ -122,7 +123,7 @@ def dropped_lines(prepared: Prepared) -> list[str]:
 
 
 def round_trip_lines(data: DataConfig, prepared: Prepared) -> list[str]:
-    """For each source of which tokens do not give back the text: how many documents, and the first difference."""
+    """A line for each source whose text is not recovered from its tokens: how many documents, the first difference."""
     lines = []
     for part in prepared.sources:
         if part.manifest is None or prepared.tokenizer is None:
@@ -137,7 +138,7 @@ def round_trip_lines(data: DataConfig, prepared: Prepared) -> list[str]:
 def overlap_lines(data: DataConfig, prepared: Prepared) -> list[str]:
     """A line for each source whose training text holds held-out documents, or one that says that none does.
 
-    Up to ``MOST_COUNTED`` training documents are looked at.
+    Empty where there is no held-out data, or there are more than ``MOST_COUNTED`` training documents to search.
     """
     prefixes = [prefix for part in prepared.sources for prefix in part.prefixes("heldout")]
     heldout = (
@@ -158,20 +159,20 @@ def overlap_lines(data: DataConfig, prepared: Prepared) -> list[str]:
 
 
 def padding_in_sequence(n_tokens: list[int], seq_len: int) -> float:
-    """Padding's share where each file's tokens are laid end to end: what its last sample lacks."""
+    """The share of padding under sequential packing, where only each file's last sample is not full."""
     inputs = sum(max(0, n - 1) for n in n_tokens)
     positions = sum(-(-max(0, n - 1) // seq_len) for n in n_tokens) * seq_len
     return 1 - inputs / positions if positions else 0.0
 
 
 def amount(done: int, total: int, documents: int, tokens: int) -> str:
-    """How far it is, in words; the total is 0 where it is not known."""
+    """Progress in words: bytes done (of ``total``, 0 where that is not known), documents and tokens."""
     of_all = f" of {total / 1e6:.1f}" if total else ""
     return f"{done / 1e6:.1f}{of_all} MB, {documents:,} documents, {tokens:,} tokens"
 
 
 class ProgressBar:
-    """A bar on a terminal."""
+    """Shows the progress of `prepare` as a bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (text_column("preparing"), BarColumn(), text_column("{task.description}"), TimeRemainingColumn())
@@ -192,7 +193,7 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """A line now and then, for logs."""
+    """Shows the progress of `prepare` as a line every PLAIN_LINE_SECONDS, for logs."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
@@ -204,7 +205,7 @@ class ProgressLines:
         pass
 
     def update(self, done: int, total: int, documents: int, tokens: int) -> None:
-        """Prints the amounts if the last line is long enough ago."""
+        """Prints the amounts if the last line was at least PLAIN_LINE_SECONDS ago."""
         if time.monotonic() - self.last >= PLAIN_LINE_SECONDS:
             self.last = time.monotonic()
             tell(f"preparing: {amount(done, total, documents, tokens)}")

@@ -19,7 +19,7 @@ from launcher.limits import check_limits, check_local_ranks
 from launcher.training.start import check_gpus, check_ranks, default_ranks
 from parallel.processes.world import set_rank_environment, world_size_from_environment
 
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its own beginning and end otherwise
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # otherwise torch's profiler prints when it begins and ends
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class Wishes:
 
 
 def profile_config(path: Path, overrides: Sequence[str], gpu: str | None, wishes: Wishes) -> int:
-    """Writes OUT, prints the table or JSON, and returns the exit code. Raises UserError where something is wrong."""
+    """Profiles a few steps, writes the folder OUT, prints the table or JSON, and returns the exit code.
+
+    They are measured here by local processes or the surrounding job, or estimated for ``gpu``. Raises UserError where
+    an argument or the config is wrong.
+    """
     if wishes.steps < 1 or wishes.warmup < 0:
         rule = "--steps must be at least 1 and --warmup at least 0"
         raise UserError([f"--steps={wishes.steps} --warmup={wishes.warmup}: {rule}; try --steps 3 --warmup 2"])
@@ -58,7 +62,7 @@ def profile_config(path: Path, overrides: Sequence[str], gpu: str | None, wishes
 
 
 def checked_out(config: RunConfig, out: str | None) -> Path:
-    """The folder for what is found. Raises UserError where it cannot be made, or holds something already."""
+    """The output folder. Raises UserError where it cannot be made, or exists and is not empty."""
     folder = Path(out if out is not None else f"profile-{config.name}")
     rule = why_no_path(str(folder)) or why_not_writable(folder)
     if rule is None and folder.exists() and any(folder.iterdir()):
@@ -69,7 +73,7 @@ def checked_out(config: RunConfig, out: str | None) -> Path:
 
 
 def profile_here(config: RunConfig, n_ranks: int, out: Path, wishes: Wishes) -> int:
-    """By local processes; where they fail, OUT is as it was."""
+    """Profiles with local processes and returns the exit code; where they fail, OUT is left as it was before."""
     from launcher.profile.run import Plan
     from parallel.processes.start import RankError, run_ranks
 
@@ -92,7 +96,7 @@ def profile_here(config: RunConfig, n_ranks: int, out: Path, wishes: Wishes) -> 
 
 
 def profile_rank(config: RunConfig, plan: Any) -> Any:
-    """What one local process of `profile` does."""
+    """One local process's part of `profile`; a user's mistake ends it with exit code 2."""
     from launcher.profile import run
     from parallel.processes.start import tell_launcher
 
@@ -110,7 +114,7 @@ def profile_rank(config: RunConfig, plan: Any) -> Any:
 
 
 def profile_in_job(path: Path, overrides: Sequence[str], job_size: int, wishes: Wishes) -> int:
-    """This process is a rank of a torchrun or srun job; rank 0 writes and prints for all."""
+    """Profiles as one rank of a torchrun or srun job, on all of whose ranks it must run; rank 0 writes and prints."""
     from parallel.processes.lifeline import end_with_job
 
     end_with_job()
@@ -125,7 +129,7 @@ def profile_in_job(path: Path, overrides: Sequence[str], job_size: int, wishes: 
 
 
 def conclude(config: RunConfig, found: Any, out: Path, *, as_json: bool) -> int:
-    """Writes the report and the picture of memory into OUT, and prints."""
+    """Writes the report and the picture of memory into OUT, and prints the report; returns 0."""
     from launcher.profile.measured import draw, report_of
 
     report = report_of(config, found, out)
@@ -134,7 +138,7 @@ def conclude(config: RunConfig, found: Any, out: Path, *, as_json: bool) -> int:
 
 
 def publish(report: dict[str, Any], out: Path, *, as_json: bool) -> int:
-    """Writes and prints the report."""
+    """Writes the report to OUT/profile.json and prints it as a table or JSON; returns 0."""
     text = json.dumps(report, indent=2)
     (out / "profile.json").write_text(text + "\n")
     if as_json:
@@ -148,7 +152,7 @@ def publish(report: dict[str, Any], out: Path, *, as_json: bool) -> int:
 
 
 def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> int:
-    """By a process of its own, in which a CUDA device is made before torch is imported."""
+    """Estimates the profile for ``gpu`` in a child process, which sets up a CUDA device before it imports torch."""
     from launcher.estimate.step import check_known
     from launcher.trace.hardware import read_hardware
 
@@ -169,9 +173,9 @@ def estimate(path: Path, overrides: Sequence[str], gpu: str, wishes: Wishes) -> 
 
 
 def load_for_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, int]:
-    """The config, and the processes of its job as `submit` would start it; where it does not fit those, the fewest.
+    """The config, and the number of processes of its Slurm job; where it does not fit them, the fewest of its layout.
 
-    A config that says nothing of Slurm may be meant for one GPU.
+    A config that says nothing about Slurm may be meant for one GPU.
     """
     try:
         config = load_checked(path, overrides, world_size=None, data=False)

@@ -1,4 +1,4 @@
-"""`roundtable prove`: the user's layout, shrunk, on local processes, against one plain process."""
+"""`roundtable prove`: compares the user's layout, on a shrunk model and local processes, with one plain process."""
 
 import os
 import tempfile
@@ -25,7 +25,7 @@ from launcher.prove.tokens import write_documents
 from launcher.scratch import scratch_folder
 from parallel.processes.start import RankError
 
-PREFIX = "roundtable-prove-"  # of the folder that a proof takes
+PREFIX = "roundtable-prove-"  # of the name of a proof's folder
 
 TIMEOUT_SECONDS = 600  # for all ranks together; a collective that waits as long ends its rank
 
@@ -50,7 +50,7 @@ def prove_config(path: Path, overrides: Sequence[str], ranks: int | None, steps:
 
 
 def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[RunConfig, int]:
-    """The config, shrunk, and the number of processes. Raises UserError with every problem."""
+    """The config with a shrunk model, and the number of processes. Raises UserError with every problem."""
     check_local_ranks(ranks)
     config = load_config(path, overrides)
     problems = check(config, least_ranks(config.parallel))
@@ -65,7 +65,7 @@ def load_small(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple
 
 
 def stay_on_cpu() -> None:
-    """Keeps GPUs out of this process and of those it starts, before any of them looks for one."""
+    """Hides GPUs from this process and those that it starts; must be called before any of them looks for one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -81,7 +81,7 @@ def prove_in(
     before: Callable[[], None] | None = None,
     timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> Outcome:
-    """The proof of a shrunk config; what it writes is in ``folder``. ``before`` runs first in every rank (tests)."""
+    """The outcome of proving a shrunk config; all files go to ``folder``. ``before`` runs first in each rank (tests)."""
     started = time.monotonic()
     n_samples = (steps + 3) * config.train.global_batch_size
     config = replace(config, data=write_documents(folder, config, n_samples))

@@ -1,4 +1,4 @@
-"""`roundtable replay RUN --step n`: a recorded step executed again, and looked at. Nothing in RUN is written."""
+"""`roundtable replay RUN --step n`: executes a recorded step again and reports on it. RUN is only read."""
 
 import contextlib
 import json
@@ -39,9 +39,9 @@ class Wishes:
 
 
 def replay_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -> int:
-    """Executes the step on local processes and shows it; returns 0 where the record is reproduced, else 1.
+    """Executes the step on local processes and reports on it; returns 0 where the record is reproduced, else 1.
 
-    Raises UserError where something is wrong, before anything is created.
+    Raises UserError where an argument or the run is wrong, before anything is created.
     """
     run_path, config = open_run_to_read(run, "replay")
     out, page = (checked_file(*each, run_path) for each in (("--json", wishes.json_file), ("--html", wishes.html_file)))
@@ -67,9 +67,10 @@ def open_run_to_read(run: str, command: str) -> tuple[Path, RunConfig]:
 def planned(
     run_path: Path, config: RunConfig, step: int, overrides: Sequence[str], *, ranks: int | None, begin: int | None
 ) -> Iterator[tuple[Plan, Record]]:
-    """The plan to execute the step again, and the run's record, in the folder that its paths are read from.
+    """Yields the plan to execute the step again and the run's record, in the folder that the run was started in.
 
-    Both last as long as the block. Raises UserError where something is wrong, before anything is created.
+    The plan's scratch folder is removed when the block ends. Raises UserError where the record, the layout or this
+    machine does not fit, before anything is created.
     """
     record = read_record(run_path)
     check_local_ranks(ranks)
@@ -82,7 +83,7 @@ def planned(
 
 
 def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
-    """The file to write, made absolute. Raises UserError where it cannot be one, or would lie in the run."""
+    """The absolute path of the file to write. Raises UserError where it cannot be written, or would lie in the run."""
     if name is None:
         return None
     path = Path(name).absolute()
@@ -97,7 +98,7 @@ def checked_file(option: str, name: str | None, run_path: Path) -> Path | None:
 
 
 def is_one_file(path: Path, other: Path) -> bool:
-    """Whether what is written to the one replaces the other: by its name, or through a link of either kind."""
+    """Whether both paths lead to one file: by the same name, or through a symbolic or hard link."""
     if path.exists() and other.exists():
         return path.samefile(other)
     return path.resolve() == other.resolve()
@@ -141,7 +142,7 @@ def execute_and_show(plan: Plan, record: Record, out: Path | None, page: Path | 
 
 
 def run_plan(rank: Callable[[Plan], object], plan: Plan) -> Any:
-    """What rank 0 of the plan's local processes returns, each of which calls ``rank``. Raises RankError."""
+    """Runs ``rank(plan)`` in each of the plan's local processes; returns rank 0's result. Raises RankError."""
     from parallel.mesh import Degrees
     from parallel.processes.start import run_ranks
 
@@ -150,16 +151,17 @@ def run_plan(rank: Callable[[Plan], object], plan: Plan) -> Any:
 
 
 def replay_here(plan: Plan) -> object:
-    """What one local process of `replay` does."""
+    """One local process's part of `replay`: what ``replay_rank`` returns; a user's mistake ends it with exit code 2."""
     from launcher.replay.rank import replay_rank
 
     return exit_two_for(lambda: replay_rank(plan))
 
 
 def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict"]:
-    """The verdicts on what was executed. Where rounding may be why they differ, it is measured first, and said so.
+    """A verdict on each executed step: how it differs from the record.
 
-    Raises RankError where those processes fail.
+    Where rounding may explain a difference, the steps are first executed again with weights moved by one unit in the
+    last place, and a line on stderr says so. Raises RankError where these processes fail.
     """
     from launcher.prove.rounding import DRAWS
     from launcher.replay.compare import judge, moved_by, rounding_may_decide
@@ -179,14 +181,14 @@ def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict
 
 
 def nudged_here(plan: Plan) -> object:
-    """What one local process does to measure rounding."""
+    """One local process's part in measuring how rounding moves the steps' numbers."""
     from launcher.replay.rounding import nudged_rank
 
     return exit_two_for(lambda: nudged_rank(plan))
 
 
 def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
-    """What an id is as text, or None; and a note where the run's tokenizer is there but cannot be used."""
+    """A function from a token id to its text, or None without a tokenizer; and a note where it cannot be used."""
     from data.prepared import locate
     from data.tokenizer import count_ids
     from data.tokenizer_files import load_folder
@@ -203,9 +205,10 @@ def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
 
 
 def changed_tokens(plan: Plan, files: Iterable[str]) -> list[str]:
-    """Why a step may differ: prepared token files without their hashes, others written since the checkpoint.
+    """Lines on token files that may be why a step differs from its record.
 
-    ``files`` are the prefixes of those that the step read.
+    These are prepared files whose hashes have changed, and files written after the checkpoint. ``files``: the prefixes
+    of the files that the step read.
     """
     from data.prepared import locate, verify
     from data.tokenfile import bin_path, idx_path

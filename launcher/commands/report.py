@@ -1,4 +1,4 @@
-"""`roundtable report RUN...`: one HTML file about one run or several. Besides that file nothing is written."""
+"""`roundtable report RUN...`: writes one HTML file about one run or several, and nothing else."""
 
 import os
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ MOST_RUNS = 50  # on one page
 
 
 def report_runs(names: Sequence[str], out: str | None, gpu: str | None) -> int:
-    """Writes the page and prints its path; returns 0. ``gpu``: lay what `plan` says of that one beside each run.
+    """Writes the page and prints its path; returns 0. ``gpu``: also shows the plan for that GPU beside each run.
 
-    Raises UserError where a run is none, or is damaged, or the file cannot be written; nothing is created then.
+    Raises UserError, before anything is created, where a run does not exist or is damaged, or the file cannot be
+    written.
     """
     paths = list(dict.fromkeys(path for name in names for path in runs_named(name)))
     if len(paths) > MOST_RUNS:
@@ -45,7 +46,7 @@ def report_runs(names: Sequence[str], out: str | None, gpu: str | None) -> int:
 
 
 def runs_named(name: str) -> list[Path]:
-    """The run directory that a user means by its path, or its name below runs; of a sweep, those of its runs.
+    """The run directory of this path, or of this name below runs; for a sweep's directory, those of all its runs.
 
     Raises UserError where there is none.
     """
@@ -58,7 +59,7 @@ def runs_named(name: str) -> list[Path]:
 
 
 def check_target(target: Path) -> None:
-    """Refuses a file that cannot be written, before a run is read."""
+    """Raises UserError where the page cannot be written to ``target``; called before any run is read."""
     rule = why_no_path(str(target))
     if rule is None and target.suffix.lower() not in (".html", ".htm"):
         rule = "must end in .html"

@@ -1,7 +1,7 @@
-"""`roundtable runs`: what runs there are, how far each is, and what it takes; read from their directories alone.
+"""`roundtable runs`: lists runs with their state, step, losses and size on disk, read from their directories alone.
 
-Of metrics.jsonl only the end is read, and of config.yaml a few keys, so that hundreds of long runs take a
-second or two. Nothing is locked or changed: looking disturbs no start.
+Only the end of metrics.jsonl and a few keys of config.yaml are read, so that hundreds of long runs take a second or
+two. Nothing is locked or changed, so that no start of a run is disturbed.
 """
 
 import fcntl
@@ -34,15 +34,15 @@ from parallel.checkpoint.store import in_order, step_of
 
 RUNS_DIR = "runs"
 PARTS_OF_A_RUN = (CONFIG, METRICS, CHECKPOINTS, LOCK, "slurm")
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which the last numbers are looked for
-MOST_BYTES = 32 << 20  # and where no update is in it: one of the largest models has some hundred kilobytes
-HEAD_BYTES = 1 << 16  # in which the first start is looked for
+TAIL_BYTES = 1 << 20  # the end of metrics.jsonl that is searched for the last numbers
+MOST_BYTES = 32 << 20  # searched where TAIL_BYTES hold no update: one of the largest models has some hundred kilobytes
+HEAD_BYTES = 1 << 16  # the beginning that is searched for the first start
 AXES = ("tp", "pp", "cp", "ep")
 
 
 @dataclass
 class RunSummary:
-    """What is known of a run; what is not is None."""
+    """One run's state, progress and size; a value that is not known is None."""
 
     path: str
     state: str = "never started"  # running, finished, stopped, crashed, never started, damaged
@@ -72,15 +72,16 @@ def print_runs(directories: list[str], *, as_json: bool) -> int:
 
 
 def list_runs(directories: list[str]) -> list[RunSummary]:
-    """The runs below each directory (default: runs), or that it is; the last changed first."""
+    """The runs that each directory (default: runs) holds or is, the last changed first."""
     paths = dict.fromkeys(path for directory in directories or [RUNS_DIR] for path in run_paths(directory))
     return sorted((summarize(path) for path in paths if not is_partial(path)), key=lambda run: -run.changed)
 
 
 def run_paths(directory: str, *, deep: bool = False) -> list[Path]:
-    """The run directories that DIR is or holds, those of its sweeps included; a run's name below runs will do.
+    """The run directories that DIR is or holds, those of sweeps included; DIR may also be a run's name below runs.
 
-    ``deep``: those in folders that are no runs, too, however deep; links to such folders are not followed.
+    ``deep``: also those in folders that are no runs, at any depth; links to such folders are not followed. Raises
+    UserError where DIR is no folder or cannot be read.
     """
     named = Path(RUNS_DIR) / directory
     root = named if named.is_dir() and not Path(directory).is_dir() else Path(directory)
@@ -112,7 +113,7 @@ def _is_run(path: Path) -> bool:
 
 
 def summarize(path: Path) -> RunSummary:
-    """One run; where its directory is damaged, the state says so and ``problem`` what is wrong, in a line."""
+    """The summary of one run; where its directory is damaged, ``state`` says so, and ``problem`` why, in a line."""
     run = RunSummary(str(path))
     try:
         _look(path, run)
@@ -148,7 +149,7 @@ def _state(run: RunSummary, start: Mapping[str, Any]) -> str:
 
 
 def tree_size(path: Path) -> tuple[int, float]:
-    """The bytes that a folder takes on disk, links not followed, and when something in it changed last."""
+    """The bytes that a folder takes on disk, links not followed, and its last change, in seconds since 1970."""
     size, changed = 0, 0.0
     for folder, _, files in os.walk(path):
         for name in files:
@@ -163,8 +164,9 @@ def tree_size(path: Path) -> tuple[int, float]:
 def config_values(path: Path) -> dict[str, str]:
     """The single values of a run's saved config by dotted key, as written; empty where there is no config.
 
-    The file is Roundtable's own: one key a line. Where it does not look so, it is loaded as any config is, which takes
-    a hundred times longer and raises UserError where it is damaged.
+    Roundtable writes this file with one key a line, which is quick to read. A file that looks different is loaded like
+    any config, which takes a hundred times longer and raises UserError where it is damaged; then only a few keys are
+    returned.
     """
     saved = path / CONFIG
     if not is_file(saved):
@@ -188,7 +190,7 @@ def config_values(path: Path) -> dict[str, str]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file is there. Raises UserError where something else is: a pipe would be waited for without end."""
+    """Whether the file exists. Raises UserError where it is no regular file: reading a pipe could wait for ever."""
     if not os.path.lexists(path):
         return False
     if not stat.S_ISREG(path.stat().st_mode):
@@ -197,7 +199,7 @@ def is_file(path: Path) -> bool:
 
 
 def _read_checkpoints(path: Path, location: str, run: RunSummary) -> None:
-    """How many there are, and the newest; of those at a URL, which is not asked, the one that the run has on record."""
+    """Sets the number of checkpoints and the newest in ``run``; at a URL only the newest, which the run has recorded."""
     location = location.strip("\"'")
     if is_remote(location):
         newest = read_newest(path)
@@ -212,9 +214,9 @@ def _read_checkpoints(path: Path, location: str, run: RunSummary) -> None:
 
 
 def _read_metrics(path: Path, run: RunSummary) -> dict[str, Any]:
-    """The last update's and evaluation's numbers into ``run``; returns the last start event (and whether it stopped).
+    """Sets the last update's and evaluation's numbers in ``run``; returns the last start event, with key ``stopped``.
 
-    Raises UserError where the file has lines, and none of the last ones is a row.
+    Raises UserError where none of the file's last three lines is a row.
     """
     if not is_file(path):
         return {}
@@ -230,11 +232,11 @@ def _read_metrics(path: Path, run: RunSummary) -> dict[str, Any]:
 
 
 def _read_tail(lines: list[bytes], run: RunSummary) -> dict[str, Any]:
-    """As ``_read_metrics``, of these last lines."""
+    """Sets the last update's and evaluation's numbers in ``run`` from these lines; returns their last start event."""
     stopped, start = False, dict[str, Any]()
     for line in reversed(lines):
         if run.step is not None and not any(word in line for word in (b'"eval_loss"', b'"start"')):
-            continue  # one more update: not worth parsing
+            continue  # an earlier update, which need not be parsed
         row = _parse(line) or {}
         if "loss" in row:
             run.step, run.loss = (row["step"], _number(row["loss"])) if run.step is None else (run.step, run.loss)
@@ -283,8 +285,8 @@ def _number(value: Any) -> float | None:
 def running_where(path: Path) -> str | None:
     """The process or Slurm job that trains in the run directory; None where none does.
 
-    A start holds a lock while it lives. On this machine the kernel's list of locks is read. Of a start on another one
-    only the run's writing tells: in the last ten minutes it counts as running.
+    A training process holds a lock on the run. For one on this machine the kernel's list of locks is read. One on
+    another machine counts as running if the run's metrics were written in the last ten minutes.
     """
     lock = path / LOCK
     if not is_file(lock):
@@ -302,7 +304,7 @@ def running_where(path: Path) -> str | None:
 
 
 def holds_lock(pid: int, inode: int, locks: Path = Path("/proc/locks")) -> bool:
-    """Whether the process holds a lock on the file, by the kernel's list; where it keeps none, whether it lives."""
+    """Whether the process holds a lock on the file, by the kernel's list; without a usable list, whether it lives."""
     try:
         lines = locks.read_text().splitlines()
     except OSError:
@@ -318,7 +320,7 @@ def holds_lock(pid: int, inode: int, locks: Path = Path("/proc/locks")) -> bool:
 
 @cache
 def _lists_locks(locks: Path) -> bool:
-    """Whether the kernel's list has a lock that this process holds: some kernels show an empty one always."""
+    """Whether the kernel's list shows a lock that this process holds; some kernels always show an empty list."""
     with tempfile.TemporaryFile() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -357,7 +359,7 @@ def layout_words(config: Mapping[str, str], start: Mapping[str, Any]) -> str | N
 
 
 def print_table(found: list[RunSummary]) -> None:
-    """The runs as people read them, with fewer columns where there is little room; below, what is wrong."""
+    """Prints the runs as a table, with fewer columns on a narrow terminal; below it, where runs run and problems."""
     console = wide_console()
     wide = console.width >= 110
     titles = ["run", "state", ">step", ">loss", ">held out", ">size", ">changed" if wide else ">ago"]
@@ -380,12 +382,12 @@ def print_table(found: list[RunSummary]) -> None:
 
 
 def short_name(run: RunSummary) -> str:
-    """What other commands know the run by: its name below runs, or its path."""
+    """The name by which other commands find the run: its name below runs, or its path."""
     return in_a_line(run.path.removeprefix(f"{RUNS_DIR}/"))
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Of files in several runs, each run's folder, with as many of those above it as tell the runs apart."""
+    """For files in several runs, the name of each run's folder, with as many parent folders as make the names differ."""
     parts = [Path(os.path.abspath(path)).parent.parts for path in paths]
     length = next(n for n in range(1, 999) if len({part[-n:] for part in parts}) == len(set(parts)))
     return ["/".join(part[-length:]) for part in parts]

@@ -1,4 +1,4 @@
-"""A trained model from what the user names: a run directory, or one checkpoint's directory."""
+"""Opening the trained model that the user names by a run directory or by one checkpoint's directory or URL."""
 
 import json
 import os
@@ -62,7 +62,7 @@ class Trained:
         return self.read_box(name, whole(self.checkpoint.shape(name)))
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """The elements of ``box`` of such a tensor, as ``read``."""
+        """The elements of ``box`` of a logical tensor: fp32 on the CPU. Raises UserError where it has changed since."""
         kind = BUFFER if name in self.checkpoint.names(BUFFER) else WEIGHT
         try:
             return self.checkpoint.read_box(name, box, kind)
@@ -72,9 +72,9 @@ class Trained:
 
 
 def load_tokenizer(trained: Trained) -> Any:
-    """The checkpoint's tokenizer as ``transformers`` loads it. Raises UserError where it cannot serve its model.
+    """The checkpoint's tokenizer as ``transformers`` loads it. Raises UserError where it does not fit its model.
 
-    Whoever wrote the checkpoint may have put anything there.
+    The files are checked, since a checkpoint from somewhere else may hold anything.
     """
     folder, vocab_size = trained.tokenizer, trained.config.model.vocab_size
     assert folder is not None
@@ -89,14 +89,17 @@ def load_tokenizer(trained: Trained) -> Any:
 
 
 def bos_id(trained: Trained) -> int | None:
-    """The token that begins each text of a run with data.add_bos, else None. Raises UserError. It has a tokenizer."""
+    """The id of the BOS token that begins each text of a run with data.add_bos, else None. Raises UserError.
+
+    The checkpoint must have a tokenizer.
+    """
     assert trained.tokenizer is not None
     with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:
         return bos_id_of(trained.config.data, trained.tokenizer, found)
 
 
 def load_generation_config(trained: Trained) -> bytes | None:
-    """The generation_config.json that an imported model came with; None where there is none. Raises UserError."""
+    """The content of an imported model's generation_config.json; None where there is none. Raises UserError."""
     path = trained.checkpoint.attached(GENERATION_JSON)
     if path is None:
         return None
@@ -110,7 +113,7 @@ def load_generation_config(trained: Trained) -> bytes | None:
 
 
 def end_ids(trained: Trained, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the tokenizer's EOS, and what an imported model's generation_config.json names."""
+    """The ids of tokens that end a text: the tokenizer's EOS, and those of an imported generation_config.json."""
     content = load_generation_config(trained)
     told = None if content is None else json.loads(content).get("eos_token_id")
     further = told if isinstance(told, list) else [told]
@@ -118,7 +121,7 @@ def end_ids(trained: Trained, tokenizer: Any) -> list[int]:
 
 
 def load_token_ids(trained: Trained) -> SpecialTokens:
-    """The ids that the config.json of a model without a tokenizer told. Raises UserError."""
+    """The special tokens' ids from the config.json of a model imported without a tokenizer. Raises UserError."""
     path = trained.checkpoint.attached(TOKEN_IDS_JSON)
     if path is None:
         return SpecialTokens()
@@ -131,9 +134,9 @@ def load_token_ids(trained: Trained) -> SpecialTokens:
 
 @contextmanager
 def naming_tokenizer(checkpoint: Checkpoint, key: str) -> Iterator[str]:
-    """Turns errors about the copy of a checkpoint's tokenizer into errors about the checkpoint; yields its name.
+    """Yields the tokenizer's name for messages; turns DataErrors about its local copy into UserErrors that name it.
 
-    ``key`` is what the user gave the checkpoint as.
+    ``key`` is the argument or option by which the user gave the checkpoint.
     """
     try:
         yield f"{key}={checkpoint.folder.location}: its tokenizer"
@@ -143,7 +146,7 @@ def naming_tokenizer(checkpoint: Checkpoint, key: str) -> Iterator[str]:
 
 @contextmanager
 def refusing_spoiled_weights(trained: Trained) -> Iterator[None]:
-    """Turns the error about logits that are not finite, of which no token can be drawn, into a UserError."""
+    """Turns FloatingPointError, raised where logits are not finite, into a UserError that names the checkpoint."""
     try:
         yield
     except FloatingPointError as error:
@@ -155,19 +158,22 @@ def refusing_spoiled_weights(trained: Trained) -> Iterator[None]:
 def open_trained(path: Path | str) -> Trained:
     """Opens ``path``: a checkpoint's directory, or a run directory, of which the latest good checkpoint is taken.
 
-    On an object store ``path`` is a URL: a checkpoint's, or that of the folder which checkpoint.dir named. Nothing is
-    changed: a damaged checkpoint stays where it is, and is named on stderr where an older one takes its place. Raises
-    UserError where there is no good one. Nothing is allocated for tensors that are not the config's.
+    On an object store ``path`` is a URL: a checkpoint's, or that of the run's checkpoint.dir. All hashes are compared.
+    Nothing is changed: a damaged checkpoint stays where it is, and is named on stderr where an older one is taken
+    instead. Raises UserError where there is no good one, or it is not of the config's model.
     """
     opened = partial(open_one, path)
     trained = newest_good(path, "CHECKPOINT", opened, "give another one, or train on to write one")
     if trained.run is not None:
-        check_parts(trained.run, STARTED_IN)  # told by all commands alike, also by those that read no relative path
+        check_parts(trained.run, STARTED_IN)  # so that all commands report it, also those that read no relative path
     return trained
 
 
 def open_one(path: Path | str, run: Path | None, folder: Folder) -> Trained:
-    """One of the checkpoints that ``path`` means, every hash compared. Raises DamagedCheckpoint, UserError."""
+    """Opens the checkpoint in ``folder``, found at the user's ``path``, and compares every hash.
+
+    ``run`` is its run directory; None on an object store. Raises DamagedCheckpoint, and UserError for a wrong config.
+    """
     checkpoint = open_checkpoint(folder, verify=False)
     config = config_of(checkpoint, run, path)
     check_model(checkpoint, config, run)
@@ -176,11 +182,11 @@ def open_one(path: Path | str, run: Path | None, folder: Folder) -> Trained:
 
 
 def newest_good(path: Path | str, key: str, opened: Callable[[Path | None, Folder], Found], remedy: str) -> Found:
-    """What ``opened`` makes of the newest checkpoint that ``path`` may mean and that is not damaged.
+    """The result of ``opened`` for the newest checkpoint at ``path`` that is not damaged.
 
-    ``opened`` is given the run directory, None on an object store, and the checkpoint's folder, and raises
-    DamagedCheckpoint. Damaged checkpoints are named on stderr where an older one takes their place. Raises UserError
-    where there is no good one; ``key`` is what the user gave ``path`` as.
+    ``opened`` is called with the run directory (None on an object store) and the checkpoint's folder, and raises
+    DamagedCheckpoint. Damaged checkpoints are named on stderr where an older one is taken instead. Raises UserError
+    where there is no good one; ``key`` is the argument or option by which the user gave ``path``.
     """
     damaged = []
     for run, folder in newest_first(path, key):
@@ -197,7 +203,7 @@ def newest_good(path: Path | str, key: str, opened: Callable[[Path | None, Folde
 
 
 def no_checkpoint(key: str, path: Path | str) -> str:
-    """The line of a place without checkpoints, which may be a model folder of transformers."""
+    """The problem of a place without checkpoints, in a line; for a model folder of transformers, how to import it."""
     if not is_remote(path) and os.path.isfile(os.path.join(path, CONFIG_JSON)):
         how = f"`roundtable import {shlex.quote(str(path))} RUN_DIR`"
         return f"{key}={path} is a model folder of transformers, not a run; make a run directory of it by {how}"
@@ -205,7 +211,10 @@ def no_checkpoint(key: str, path: Path | str) -> str:
 
 
 def newest_first(path: Path | str, key: str = "CHECKPOINT") -> Iterator[tuple[Path | None, Folder]]:
-    """What ``find_candidates`` finds, the newest first; then what has come since: a run that trains deletes them."""
+    """The run directory and each checkpoint at ``path``, the newest first, then those that were written meanwhile.
+
+    A run that trains may delete checkpoints while they are tried, and write others.
+    """
     tried: set[str] = set()
     while True:
         run, candidates = find_candidates(path, key)
@@ -218,9 +227,9 @@ def newest_first(path: Path | str, key: str = "CHECKPOINT") -> Iterator[tuple[Pa
 
 
 def find_candidates(path: Path | str, key: str = "CHECKPOINT") -> tuple[Path | None, list[Folder]]:
-    """The run directory, if there is one, and the checkpoints that ``path`` may mean, oldest first.
+    """The run directory, if there is one, and the checkpoints at ``path``, oldest first; ``path`` may itself be one.
 
-    ``key`` is what the user gave it as.
+    ``key`` is the argument or option by which the user gave it. Raises UserError where ``path`` is no folder.
     """
     if is_remote(path):
         with refusing_unreachable(key, path):
@@ -237,7 +246,7 @@ def find_candidates(path: Path | str, key: str = "CHECKPOINT") -> tuple[Path | N
 def check_model(checkpoint: Checkpoint, config: RunConfig, run: Path | None) -> None:
     """Raises DamagedCheckpoint where the checkpoint's tensors are not those of the config's model.
 
-    Raises UserError where it is the run directory's config that is another model's: the checkpoint's own copy says so.
+    Raises UserError instead where the run directory's config has another model than the checkpoint's copy of it.
     """
     found = differences(checkpoint.manifest, logical_shapes(config.model))
     if not found:
@@ -254,7 +263,7 @@ def check_model(checkpoint: Checkpoint, config: RunConfig, run: Path | None) -> 
 
 
 def config_of(checkpoint: Checkpoint, run: Path | None, path: Path | str, key: str = "CHECKPOINT") -> RunConfig:
-    """The run directory's config, or else the copy in the checkpoint, which is as old as that."""
+    """The config in the run directory, or else the copy in the checkpoint. Raises UserError where there is neither."""
     saved = run / CONFIG if run is not None and saved_config(run) is not None else checkpoint.attached(CONFIG)
     if saved is None:
         missing = "config.yaml" if run is None else run / CONFIG
@@ -263,9 +272,9 @@ def config_of(checkpoint: Checkpoint, run: Path | None, path: Path | str, key: s
 
 
 def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtype) -> Decoder:
-    """The whole model in evaluation mode on one device; router biases stay fp32.
+    """The whole model in evaluation mode on one device, with weights in ``dtype`` and buffers (router biases) in fp32.
 
-    Modules that predict further tokens are left out: nothing here goes on from what they predict.
+    The modules of multi-token prediction are left out, since generation and evaluation do not use them.
     """
     with torch.device("meta"):
         model = build_decoder(replace(trained.config.model, mtp=None))
@@ -278,9 +287,9 @@ def load_decoder(trained: Trained, device: str | torch.device, dtype: torch.dtyp
 
 
 def load_as_it_trains(trained: Trained, device: str | torch.device) -> Decoder:
-    """As ``load_decoder``, and what it computes is what the run computes, in 8 bits too; chains are not compiled.
+    """The whole model on one device in the precision that its run trains in, fp8 included, without compiled kernels.
 
-    Raises UserError where the GPU is too old for that.
+    Raises UserError where the GPU is too old for this precision.
     """
     train = trained.config.train
     check_precision(train.precision, torch.device(device), "set CUDA_VISIBLE_DEVICES= to compute on the CPU")

@@ -1,4 +1,4 @@
-"""`roundtable export --verify`: whether transformers computes from the written folder what we compute."""
+"""`roundtable export --verify`: whether transformers computes the same logits from the export as Roundtable."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +14,20 @@ from modeling.dtypes import DTYPES
 from modeling.families.family import family_of
 from modeling.families.weights import hf_template
 
-TOLERANCE = 2e-5  # of logits whose deviation is 1, in fp32: the same operations in another order
+TOLERANCE = 2e-5  # for logits of standard deviation 1, in fp32: the same operations in another order
 ROWS, LENGTH = 8, 16  # of random tokens
 
 
 class DifferentExport(Exception):
-    """The folder is not the checkpoint's model to transformers; the message continues its name."""
+    """Transformers does not compute the checkpoint's model from the folder; the message continues the folder's name."""
 
 
 def check_export(folder: Path, trained: Trained, dtype: str) -> None:
-    """Raises DifferentExport where transformers cannot load ``folder``, or where its logits are not ours.
+    """Raises DifferentExport where transformers cannot load ``folder``, or its logits are not Roundtable's.
 
-    Both models compute in fp32, with weights rounded to ``dtype``, whole and at once in memory. Where two experts'
-    scores are equal but for rounding, each side may take another one of them: of a model with experts, one row in
-    ROWS may differ. Raises UserError where our own logits are not finite, which no other's equal.
+    Both models compute in fp32, with weights rounded to ``dtype``, and are in memory together. Where two experts'
+    scores are equal but for rounding, the two sides may choose different experts, so one row of ROWS may differ in a
+    model with experts. Raises UserError where Roundtable's own logits are not finite.
     """
     model = trained.config.model
     length = min(LENGTH, trained.config.data.seq_len)
@@ -50,9 +50,9 @@ def check_export(folder: Path, trained: Trained, dtype: str) -> None:
 
 
 def their_logits(folder: Path, tokens_BS: Tensor, passed_over: Sequence[str] = ()) -> Tensor:
-    """What transformers computes (B, S, V). Raises DifferentExport where it misses a weight, or cannot load them.
+    """Transformers' fp32 logits (B, S, V). Raises DifferentExport where it cannot load the folder or misses a weight.
 
-    Weights whose names begin as ``passed_over`` are none of the class's, and need not be.
+    Weights whose names begin with one of ``passed_over`` may be unknown to the class.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -78,7 +78,7 @@ def their_logits(folder: Path, tokens_BS: Tensor, passed_over: Sequence[str] = (
 
 
 def our_logits(trained: Trained, tokens_BS: Tensor, dtype: str) -> Tensor:
-    """Our logits (B, S, V), each row a document of its own."""
+    """Roundtable's fp32 logits (B, S, V), each row a document of its own, from weights rounded to ``dtype``."""
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
     ours, config = load_decoder(trained, "cpu", DTYPES[dtype]).float(), trained.config.model
     for name, weight in ours.named_parameters():
