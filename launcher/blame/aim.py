@@ -1,4 +1,4 @@
-"""Which targets of a batch count: those of one document, of one token, or none.
+"""Datasets in which only some targets of a batch count in the loss: those of one document, of one token, or none.
 
 Shape letters: B samples, S positions.
 """
@@ -26,12 +26,12 @@ class Document:
     """A document of a batch."""
 
     name: str  # SOURCE/FILE:NUMBER
-    tokens: tuple[int, int]  # of its file: all of the document, half-open
+    tokens: tuple[int, int]  # the half-open range of the whole document in its file
     parts: tuple[Part, ...]  # where it lies in the batch
 
 
 def documents_of(dataset: Dataset, indices: np.ndarray) -> list[Document]:
-    """The documents of these samples, but for those that the run leaves out, in the order in which they come."""
+    """The documents in these samples, in order, without those that the run leaves out (data.without)."""
     parts: dict[tuple[int, int], list[Part]] = {}
     for row, file, first, stop, offset in zip(*(each.tolist() for each in dataset.fragments(indices)), strict=True):
         if not dataset.left_out.holds(file, first):
@@ -45,7 +45,7 @@ def documents_of(dataset: Dataset, indices: np.ndarray) -> list[Document]:
 
 
 class AimedDataset(Dataset):
-    """A dataset of whose samples only the targets of some positions count; all else of them is as it was."""
+    """A copy of a dataset in which only the targets at the positions of ``parts`` count; all else is the same."""
 
     def __init__(self, dataset: Dataset, parts: Sequence[Part]) -> None:
         vars(self).update(vars(dataset))
@@ -54,7 +54,7 @@ class AimedDataset(Dataset):
             self.kept = {**self.kept, part.sample: [*self.kept.get(part.sample, []), part]}
 
     def read(self, indices: np.ndarray) -> Batch:
-        """As Dataset."""
+        """The batch of these samples, with the targets outside of ``parts`` masked."""
         batch = super().read(indices)
         is_target_BW = np.zeros(batch.window_BW.shape, bool)
         for row, sample in enumerate(indices.tolist()):

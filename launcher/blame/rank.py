@@ -1,8 +1,8 @@
-"""One rank's part in blaming a step: the gradient of each document's loss, held against the whole batch's.
+"""One rank's part in blaming a step: compares the gradient of each document's loss with that of the whole batch.
 
-Each document has a pass of its own through the model as the layout has it: of the samples that it lies in, only its
-targets count, with the weight that they have in the whole batch. So the documents' gradients, and that of the
-auxiliary losses, add up to the batch's. Shape letters: N samples, S positions.
+For each document the samples that contain it take a forward and a backward pass in which only its targets count, with
+the weight that they have in the whole batch. So the documents' gradients, and that of the auxiliary losses, add up to
+the batch's. Shape letters: N samples, S positions.
 """
 
 import math
@@ -27,21 +27,21 @@ from parallel.mesh import sum_over_ranks
 from parallel.pipeline.rules import runs_micro_batches
 from parallel.processes.stop import StopRequest
 
-TOLD_TIMES = 10  # while documents are gone through
-TOKEN_DOCUMENTS = 3  # of the first documents, tokens are looked at one by one
-TOKENS_EACH = 8  # of each, those of the highest loss
+TOLD_TIMES = 10  # how often progress is told while documents are measured
+TOKEN_DOCUMENTS = 3  # the number of worst documents whose tokens are measured one by one
+TOKENS_EACH = 8  # the tokens of highest loss that are measured in each of these
 
 
 @dataclass(frozen=True)
 class Measured:
     """The loss of some targets and its gradient."""
 
-    loss: float  # summed over them
-    dot: float  # of the gradient with the batch's
+    loss: float  # summed over the targets
+    dot: float  # the dot product of the gradient with the batch's
     grad_norm: float
 
     def share_of(self, square: float) -> float:
-        """Its part of the batch's gradient, whose squared norm is ``square``: all parts add up to 1."""
+        """The share of this gradient in the batch's, whose squared norm is ``square``; all shares add up to 1."""
         return self.dot / square if square else float("nan")
 
 
@@ -56,21 +56,21 @@ class DocumentBlamed:
 
 @dataclass(frozen=True)
 class TokenBlamed:
-    """What one token that was to be predicted did."""
+    """What the prediction of one token contributed to the step."""
 
     document: str
     sample: int
-    position: int  # in the sample, of the token before it
-    token: int
-    before: int
+    position: int  # in the sample, of the token before the predicted one
+    token: int  # the predicted token's id
+    before: int  # the id of the token before it
     measured: Measured
 
 
 @dataclass
 class Blamed:
-    """What rank 0 returns to the command."""
+    """The measurements on one step, which rank 0 returns to the command."""
 
-    whole: Measured
+    whole: Measured  # of the whole batch
     documents: list[DocumentBlamed]  # the worst first
     auxiliary: Measured | None  # None where the model has no router
     tokens: list[TokenBlamed]
@@ -83,9 +83,10 @@ def loss_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> float
 
 
 def grad_norm_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
-    """The norm of the step's gradient without this document's part, of a loss that is a mean over the other targets.
+    """The norm of the step's gradient without this document, for the mean loss over the remaining targets.
 
-    Follows from |g - d|^2 = |g|^2 - 2 g.d + |d|^2. The routers' own losses stay as they are but for that mean's scale.
+    Follows from |g - d|^2 = |g|^2 - 2 g.d + |d|^2. The routers' auxiliary losses are only rescaled with that mean. NaN
+    where there are no other targets.
     """
     n_rest = n_targets - each.n_targets
     square = whole.dot - 2 * each.measured.dot + each.measured.grad_norm**2
@@ -93,11 +94,11 @@ def grad_norm_without(each: DocumentBlamed, whole: Measured, n_targets: int) -> 
 
 
 def blame_of(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
-    """By which part the step's loss, or its gradient norm, would have been smaller without it: the larger part.
+    """The larger of the relative reductions of the step's loss and gradient norm that leaving out the document gives.
 
-    Negative where both would have been larger. A long document that costs as much a token as the others has next to
-    none, whatever its share of the batch. The larger, not the mean: noise costs much and may hardly have a gradient in
-    a run that knows it for noise.
+    Negative where both would have grown. A long document with the same loss a token as the others gets about zero,
+    whatever its share of the batch. The larger is taken rather than the mean, since noise has a high loss but may
+    have hardly any gradient in a run that has learned that it is noise.
     """
     if n_targets == each.n_targets:
         return 1.0
@@ -107,7 +108,7 @@ def blame_of(each: DocumentBlamed, whole: Measured, n_targets: int) -> float:
 
 
 def rank_documents(documents: Sequence[DocumentBlamed], whole: Measured) -> list[DocumentBlamed]:
-    """The worst first: a loss or gradient that is not finite, then the one without which the spike is least."""
+    """The documents, the worst first: those with a loss or gradient that is not finite, then by ``blame_of``."""
     n_targets = sum(each.n_targets for each in documents)
 
     def badness(each: DocumentBlamed) -> tuple[bool, float]:
@@ -119,14 +120,17 @@ def rank_documents(documents: Sequence[DocumentBlamed], whole: Measured) -> list
 
 
 class Blame:
-    """Looks at the step that is to come, with the weights before it; leaves no trace in the engine."""
+    """Measures the documents of the next step with the weights before it; the engine's state stays unchanged."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.blamed: Blamed | None = None
 
     def look(self, engine: WatchedEngine, dataset: Dataset, indices: np.ndarray) -> None:
-        """``launcher.replay.rank.Look``. All ranks call it."""
+        """Measures all documents of the batch and the tokens of the worst ones; the result is in ``blamed``.
+
+        A ``launcher.replay.rank.Look``, called before the step. All ranks must call it.
+        """
         passes = Passes(self.plan, engine, dataset, indices)
         documents, batch = documents_of(dataset, indices), dataset.read(indices)
         rows = {int(sample): row for row, sample in enumerate(indices)}
@@ -165,12 +169,15 @@ class Passes:
         self.losses_NS = seen.losses_of(indices, config.data.seq_len) if seen is not None else None
 
     def tell(self, what: str) -> None:
-        """Rank 0 writes down what is begun, for the launching process to show."""
+        """Records on rank 0 what begins, for the launching process to show."""
         if self.engine.mesh.rank == 0:
             note_progress(self.plan.config.run_path, what)
 
     def measure(self, parts: Sequence[Part], *, further: bool = True) -> Measured:
-        """The losses of these positions' targets. With ``further`` also those of tokens further ahead (MTP)."""
+        """The loss of the targets at these positions and its gradient; all ranks must call it.
+
+        With ``further`` the losses of multi-token prediction are included; the routers' auxiliary losses never are.
+        """
         aimed, samples = AimedDataset(self.dataset, parts), {part.sample for part in parts}
         weights = replace(self.weights, balance=0.0, z=0.0)
         if not further:
@@ -178,11 +185,11 @@ class Passes:
         return self.run(aimed, self.rows_with(samples), weights)
 
     def measure_auxiliary(self) -> Measured:
-        """The routers' own losses, which are of whole sequences: no target counts."""
+        """The gradient of the routers' auxiliary losses alone, which whole sequences have: no target counts."""
         return self.run(AimedDataset(self.dataset, []), self.indices, self.weights)
 
     def rows_with(self, samples: set[int]) -> np.ndarray:
-        """These samples, and so many others of the batch that the layout can make a pass of them."""
+        """These samples, followed by as many others of the batch as the layout needs for a pass."""
         train, mesh, parallel = self.plan.config.train, self.engine.mesh, self.plan.config.parallel
         share, pp = train.micro_batch_size * mesh.dp.degree, mesh.pp.degree
         wanted = [sample for sample in self.indices.tolist() if sample in samples]
@@ -193,7 +200,10 @@ class Passes:
         return np.array([*wanted, *rest[: n * share - len(wanted)]], np.int64)
 
     def run(self, dataset: Dataset, indices: np.ndarray, weights: Weights) -> Measured:
-        """One pass, whose gradient is looked at and dropped; the first one's is kept as the batch's."""
+        """One forward and backward pass, whose gradient is measured and discarded. All ranks must call it.
+
+        The first call's gradient is kept as the batch's, with which those of later calls are compared.
+        """
         engine, config = self.engine, self.plan.config
         drawn_from = (config.seed, self.plan.step)
         size = config.train.micro_batch_size
@@ -208,13 +218,13 @@ class Passes:
         return Measured(totals.loss, total, engine.discard().grad_norm)
 
     def highest_losses(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
-        """Each document's targets with the largest losses, as rank 0 saw them. All ranks call it, and get the same."""
+        """The targets with the highest losses of each document, broadcast from rank 0. All ranks must call it."""
         found: list[Any] = [self.highest_losses_seen(documents)] if self.losses_NS is not None else [None]
         dist.broadcast_object_list(found, src=0, group=self.engine.mesh.control)
         return found[0]
 
     def highest_losses_seen(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:
-        """Each document's targets with the largest losses. Rank 0 alone calls it."""
+        """The targets with the highest losses of each document, not finite ones first. For rank 0 alone."""
         assert self.losses_NS is not None
         rows = {int(sample): row for row, sample in enumerate(self.indices)}
         targets_NS, chosen = self.dataset.read(self.indices).targets_BS, []
@@ -231,7 +241,10 @@ class Passes:
 
 
 def blame_rank(plan: Plan) -> tuple[Found, Blamed] | None:
-    """Executes the plan up to its last step, blames that, and executes it. All ranks call it; rank 0 returns."""
+    """Executes the plan; before its last step, measures what that step's documents contribute.
+
+    All ranks must call it. Returns what was executed and the measurements on rank 0, None on the others.
+    """
     blame = Blame(plan)
     found = replay_rank(plan, blame.look)
     if found is None:

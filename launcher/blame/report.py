@@ -10,7 +10,7 @@ from launcher.replay.plan import Plan
 from launcher.replay.report import as_json
 from launcher.replay.show import print_table, print_verdict
 
-TEXT_TOKENS = 24  # of a document, shown beside its name
+TEXT_TOKENS = 24  # tokens of a document's text that are shown beside its name
 
 
 def build_report(
@@ -21,7 +21,7 @@ def build_report(
     text_of: Callable[[int], str] | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The whole report, fit for JSON. ``texts``: how a document begins; ``text_of`` is None without a tokenizer."""
+    """The whole report, fit for JSON. ``texts``: a beginning by document; ``text_of``: None without a tokenizer."""
     first = next((each for verdict in verdicts for each in verdict.differences), None)
     square, auxiliary = blamed.whole.dot, blamed.auxiliary
     rows = [document_row(each, blamed, texts.get(each.document.name)) for each in blamed.documents]
@@ -59,7 +59,7 @@ def build_report(
 
 
 def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict[str, Any]:
-    """A document as the report has it; ranges are half-open."""
+    """A document's row of the report; ranges are half-open."""
     measured = each.measured
     all_of_it = blamed.whole, sum(every.n_targets for every in blamed.documents)
     return {
@@ -79,7 +79,7 @@ def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """The verdict, the documents, the tokens."""
+    """Prints whether the step was reproduced, then a table of its documents and one of the worst tokens."""
     begin = f"checkpoint step {report['from']}" if report["from"] else "the first weights"
     say(in_a_line(f"{report['run']}, step {report['step']}, executed from {begin} on"))
     print_verdict(report)
@@ -108,5 +108,5 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def shown(value: float | str, digits: int = 4) -> str:
-    """A number, or what stands for one that is not finite."""
+    """A number with so many digits, or the text that stands for one that is not finite."""
     return value if isinstance(value, str) else f"{value:.{digits}g}"

@@ -1,4 +1,4 @@
-"""What a layer's modes of recomputation cost: what a backward pass computes again of one token, by closed forms."""
+"""The cost of each mode of activation recomputation: the work that a layer repeats for one token, by closed forms."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ ELEMENT_FLOPS = 600
 
 
 class Kind(NamedTuple):
-    """What a layer is: layers of one kind cost alike, and leave as much."""
+    """The properties of a layer that decide its cost and the memory of its activations."""
 
     is_moe: bool
     window: int | None
@@ -22,14 +22,14 @@ class Kind(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What is computed again of one token in one layer."""
+    """The work that is recomputed for one token in one layer."""
 
-    flops: float  # of products
-    elements: float  # that chains of elementwise work read and write
+    flops: float  # of matrix products
+    elements: float  # read and written by elementwise operations
 
     @property
     def work(self) -> float:
-        """FLOPs of the products, with the elementwise work counted in FLOPs, too."""
+        """FLOPs of the products, plus the elementwise work converted to FLOPs of the same time."""
         return self.flops + ELEMENT_FLOPS * self.elements
 
 
@@ -42,9 +42,10 @@ def kind_of(model: ModelConfig, layer: int) -> Kind:
 def again_of(
     model: ModelConfig, kind: Kind, mode: Recompute, seq_len: int, *, exchanges: bool, weights_stay: bool
 ) -> Again:
-    """What a mode computes again in a layer of this kind.
+    """The work that ``mode`` recomputes for one token in a layer of this kind.
 
-    ``exchanges``: experts' rows come from other ranks. ``weights_stay``: as not under ZeRO 3.
+    ``exchanges``: experts' rows come from other ranks (ep > 1). ``weights_stay``: weights stay in memory between
+    passes, as they do except under ZeRO 3.
     """
     is_moe, window, is_linear = kind
     layer = next(each for each in model.all_layers if kind_of(model, each) == kind)
@@ -73,22 +74,22 @@ def again_of(
 
 
 def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
-    """Of queries times keys and probabilities times values, forward: of the keys that a query meets on the mean."""
+    """FLOPs of one token's scores and weighted values in a forward pass, with the mean number of keys of a query."""
     near = min(window or seq_len, seq_len)
     keys = near - near**2 / (2 * seq_len)
     return 2.0 * keys * model.n_heads * (model.qk_head_dim + model.v_head_dim)
 
 
 def linear_flops(model: ModelConfig) -> float:
-    """Of linear attention's rule, forward."""
+    """FLOPs of one token in the rule of linear attention, in a forward pass."""
     assert model.linear_attention is not None
     return linear.rule_flops(model.linear_attention)
 
 
 def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
-    """Whether computing again stops before the matrix: nothing that its product puts out is kept for a backward pass.
+    """Whether recomputation stops before this matrix, because no backward pass needs the output of its product.
 
-    Experts' products are computed: what comes back of their rows is put among others.
+    Experts' last products are recomputed, since their rows are sorted back among others.
     """
     is_gated = is_moe and model.moe is not None and model.moe.shared_gate
     if model.norm_placement != "pre" or model.residual_dropout or is_gated:
@@ -97,7 +98,7 @@ def is_last(model: ModelConfig, tensor: LogicalTensor, *, is_moe: bool) -> bool:
 
 
 def attention_elements(model: ModelConfig, *, is_linear: bool) -> float:
-    """Read and written by the norm, by what turns and norms queries and keys, and by the gates of what comes out."""
+    """Elements that one token reads and writes in attention's norms, rotary embedding and output gates."""
     if is_linear and model.linear_attention is not None:
         return 2.0 * model.d_model + linear.elements(model.linear_attention)
     turned = 2.0 * (model.n_heads + model.n_kv_heads) * model.qk_head_dim
@@ -106,7 +107,7 @@ def attention_elements(model: ModelConfig, *, is_linear: bool) -> float:
 
 
 def feed_forward_elements(model: ModelConfig, *, is_moe: bool) -> float:
-    """Read and written by the norm and by gates."""
+    """Elements that one token reads and writes in the norm and the activation of a feed-forward block."""
     norm = 2.0 * model.d_model
     if not is_moe or model.moe is None:
         return norm + (3.0 if model.ff_gated else 2.0) * model.d_ff
@@ -115,5 +116,5 @@ def feed_forward_elements(model: ModelConfig, *, is_moe: bool) -> float:
 
 
 def row_elements(model: ModelConfig, *, is_moe: bool) -> float:
-    """Read and written by what sorts tokens into their experts' rows and back; ``selective`` does the first alone."""
+    """Elements that one token reads and writes when it is sorted to its experts and back; 0 in a dense layer."""
     return 4.0 * model.moe.top_k * model.d_model if is_moe and model.moe is not None else 0.0

@@ -1,4 +1,4 @@
-"""Runs that everybody knows, predicted; none of them is fitted."""
+"""Plans of well-known training runs, compared with their published figures; none of them is used in a fit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Anchor:
-    """A stated figure, and the row that describes the run."""
+    """A run's published figure, and the row that describes the run."""
 
     name: str
     source: str
@@ -39,13 +39,13 @@ QWEN3 = {
 def described(
     model: dict[str, Any], gpu: str, count: int, layout: dict[str, Any], batch: tuple[int, int]
 ) -> dict[str, Any]:
-    """A row in the schema of published ones."""
+    """A row in the schema of benchmarks/published/rows.jsonl; ``batch``: (sequences of a step, micro-batch size)."""
     hw = {"gpu": gpu, "count": count, "per_node": 8}
     return {"model": model, "hw": hw, "layout": layout, "batch": {"global_seqs": batch[0], "micro": batch[1]}}
 
 
 def anchors() -> list[Anchor]:
-    """The runs. What their papers leave open is said in each name."""
+    """The runs. Each name says what was assumed where its source leaves the layout open."""
     deepseek = {
         "name": "deepseek-v3",
         "layers": 61,
@@ -144,7 +144,7 @@ def anchors() -> list[Anchor]:
 
 
 def figure(anchor: Anchor, plan: dict[str, Any], seconds: float) -> float:
-    """The plan in the unit of what is stated, for a step of so many seconds."""
+    """The plan's figure in the anchor's unit, for a step of so many seconds."""
     model, count, size = anchor.row["model"], anchor.row["hw"]["count"], anchor.row["batch"]["global_seqs"]
     tokens = size * model["seq"]
     match anchor.unit:

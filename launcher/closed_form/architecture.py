@@ -1,4 +1,4 @@
-"""The dims of a decoder as a row of published measurements gives them, and what can be inferred of the rest."""
+"""The dims of a decoder from a row of published measurements, with those inferred that the row does not give."""
 
 import math
 import re
@@ -14,7 +14,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 class CannotPlan(Exception):
-    """Why a row has no plan, in words for the row's reader."""
+    """A row cannot be planned; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,13 @@ class Latent:
 
     @property
     def down_width(self) -> int:
-        """Outputs of the down-projections, which are one product."""
+        """Output width of the down-projections, which are computed as one product."""
         return (self.query_rank or 0) + self.kv_rank + self.d_rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder. ``ff_matrices``, and ``expert_matrices`` of an expert, are 3 with a gate and 2 without."""
+    """The dims of a decoder. ``ff_matrices`` and, in an expert, ``expert_matrices`` are 3 with a gate and 2 without."""
 
     n_layers: int
     d_model: int
@@ -53,13 +53,13 @@ class Architecture:
     expert_matrices: int = 3
     n_shared_experts: float = 0  # of the width of one expert
     has_expert_biases: bool = False
-    expert_groups: tuple[int, int] | None = None  # groups of experts, and in how many of them those of a token may be
+    expert_groups: tuple[int, int] | None = None  # groups of experts, and the most of them that a token's may be in
     n_dense_layers: int = 0  # in front of the layers with experts
-    n_gates: int = 0  # of what attention puts out: as many outputs of one more product of its input
+    n_gates: int = 0  # gates on attention's output, made by one more product of its input
     linear: LinearAttentionConfig | None = None
-    linear_share: float = 0.0  # of the layers whose attention is
+    linear_share: float = 0.0  # share of the layers with linear attention
     window: int | None = None
-    window_share: float = 0.5  # of the layers that have it
+    window_share: float = 0.5  # share of the layers with a sliding window
 
     @property
     def n_moe_layers(self) -> int:
@@ -84,7 +84,7 @@ class Architecture:
 
     @property
     def attention_width(self) -> float:
-        """Mean of the dims of queries and values over all heads: a score and its use take four FLOPs for each."""
+        """Mean of the total widths of queries and of values; attention takes four FLOPs a key for each unit of it."""
         if self.latent is None:
             return self.n_heads * self.d_head
         return self.n_heads * (self.latent.d_nope + self.latent.d_rope + self.latent.d_value) / 2
@@ -123,16 +123,16 @@ class Architecture:
 
     @property
     def active_parameters(self) -> float:
-        """Those that a token meets, the embedding's row left out and the head counted."""
+        """Parameters that one token is multiplied by: the head is counted, the embedding is not."""
         moe, dense = self.n_moe_layers, self.n_layers - self.n_moe_layers
         experts = (self.top_k + self.n_shared_experts) * self.expert_parameters + self.n_experts * self.d_model
         layers = self.n_layers * self.attention_parameters + dense * self.dense_parameters + moe * experts
         return layers + self.embedding_parameters
 
     def attended(self, seq_len: int, tile: int = 0) -> float:
-        """Keys that a query meets on the mean of its places and the layers, under the causal mask.
+        """Keys of a query under the causal mask, the mean over positions and layers.
 
-        ``tile``: keys that are computed at a time, of which the mask hides half at each of its edges.
+        ``tile``: keys that a kernel computes at a time; half of those at each edge of the mask are computed in vain.
         """
         whole = (seq_len + tile) / 2
         if self.window is None or self.window >= seq_len:
@@ -143,7 +143,8 @@ class Architecture:
 
 DEEPSEEK = Latent(query_rank=1536, kv_rank=512, d_nope=128, d_rope=64, d_value=128)
 GROUPS = (8, 4)  # arXiv 2412.19437, sections 2.1.2 and 4.2: eight groups, and a token's experts in at most four
-# What rows cannot say of models whose configurations are public: (beginning of the name, facts); the first one counts.
+# Facts from public configurations that rows have no field for: (beginning of the model's name, facts); the first match
+# counts.
 KNOWN: list[tuple[str, dict[str, Any]]] = [
     (
         "deepseek-v3",
@@ -162,13 +163,13 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 def known_facts(name: str) -> dict[str, Any]:
-    """What is public of a model of this name and a row has no field for."""
+    """Facts on a model of this name from KNOWN, which rows have no field for; empty where it is not known."""
     plain = re.sub(r"[\s_.]+", "-", name.strip().lower())
     plain = re.sub(r"^deepseek(?=v\d)", "deepseek-", plain)
     return next((facts for beginning, facts in KNOWN if plain.startswith(beginning)), {})
 
 
-MOST = {"layers": 10_000}  # beyond, a row is a mistake
+MOST = {"layers": 10_000}  # larger values in a row are taken for mistakes
 MOST_OF_OTHERS = 10**9
 MOST_PARAMETERS = 1e15
 
@@ -186,7 +187,7 @@ def positive(model: Mapping[str, Any], key: str) -> int | None:
 
 
 def stated_parameters(model: Mapping[str, Any]) -> float | None:
-    """The number of parameters that the row states, or that stands in the model's name (gpt-7.1B)."""
+    """The number of parameters that the row states, or that the model's name contains (gpt-7.1B); None if neither."""
     stated = model.get("params")
     if isinstance(stated, int | float) and not isinstance(stated, bool) and 1 <= stated <= MOST_PARAMETERS:
         return float(stated)
@@ -195,10 +196,10 @@ def stated_parameters(model: Mapping[str, Any]) -> float | None:
 
 
 def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
-    """The decoder of a row's ``model``. Raises CannotPlan where dims are missing that nothing else tells.
+    """The decoder of a row's ``model``. Raises CannotPlan where dims are missing that cannot be inferred.
 
-    Open questions (a gate or none, dims of a head, tied embeddings) are settled by the stated number of parameters,
-    where there is one. Missing layers follow from it, rounded to a multiple of ``pp``.
+    What the row leaves open (a gate or none, the width of a head, tied embeddings) is chosen to fit the stated number
+    of parameters, where there is one. A missing number of layers follows from it, as a multiple of ``pp``.
     """
     d_model, n_layers = positive(model, "hidden"), positive(model, "layers")
     if d_model is None:
@@ -236,7 +237,7 @@ def architecture_of(model: Mapping[str, Any], pp: int = 1) -> Architecture:
 def experts_of(
     model: Mapping[str, Any], n_experts: int, facts: Mapping[str, Any], n_layers: int | None
 ) -> dict[str, int]:
-    """What is known of the experts; nothing for a dense model."""
+    """The fields of Architecture about experts; empty for a dense model. Raises CannotPlan where one is missing."""
     if not n_experts:
         return {}
     top_k, d_ff = positive(model, "topk"), positive(model, "moe_ffn") or positive(model, "ffn")
@@ -256,7 +257,7 @@ def experts_of(
 def choices(
     model: Mapping[str, Any], facts: Mapping[str, Any], n_experts: int, d_ff: int, d_model: int, heads: int
 ) -> list[tuple[int, int, bool]]:
-    """(dims of a head, matrices of a feed-forward, tied embeddings) that the row leaves open, the likeliest first."""
+    """Possible (width of a head, matrices of a feed-forward, tied embeddings) for the row, the likeliest first."""
     usual = max(1, d_model // heads)
     dims = [facts["d_head"]] if "d_head" in facts else [usual, *(each for each in HEAD_DIMS if each != usual)]
     if not n_experts:
@@ -268,7 +269,7 @@ def choices(
 
 
 def with_layers(one: Architecture, stated: float, pp: int) -> Architecture:
-    """The decoder with as many layers as the stated parameters make, a multiple of ``pp``."""
+    """The decoder with the number of layers, a multiple of ``pp``, that comes nearest to the stated parameters."""
     each = one.attention_parameters + one.dense_parameters
     layers = pp * max(1, round((stated - one.embedding_parameters) / each / pp))
     return Architecture(**{**vars(one), "n_layers": layers})

@@ -1,4 +1,4 @@
-"""What a pipeline waits, by its schedule's own order of passes."""
+"""The idle time of a pipeline (its bubble), simulated with the order of passes of its schedule."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,15 +7,15 @@ from launcher.estimate.order import Passes, simulate
 from parallel.pipeline.config import PipelineConfig, chunks
 
 LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline waits no longer
-PASSES = (1.0, 2.0)  # of a forward and a backward pass
-PARTS = 16  # of the slowest position's seconds, to which the others' are rounded: layouts nearly alike are one
+PASSES = (1.0, 2.0)  # relative times of a forward and a backward pass
+PARTS = 16  # positions' times are rounded to such parts of the slowest one's, so that similar layouts share a result
 
 
 def waits_of(schedule: PipelineConfig, n_micro_batches: int, seconds: Sequence[float]) -> float:
-    """In micro-batches of the slowest position; ``seconds``: of one micro-batch at each position, in their order.
+    """The pipeline's idle time in a step, in units of a micro-batch's time at the slowest position.
 
-    The slowest position's neighbours decide how soon it begins and how long it is waited for: among others of a third
-    of its work it waits a third as long.
+    ``seconds``: the time of one micro-batch at each position, in order. The other positions decide how soon the slowest
+    one begins and how long it is waited for: if they take a third of its time, it waits a third as long.
     """
     if len(seconds) == 1:
         return 0.0

@@ -1,7 +1,7 @@
-"""What each layer recomputes: `train.recompute` in all of them, or as little as `train.activation_gib` allows.
+"""The recomputation mode of each layer: `train.recompute` in all, or the least that `train.activation_gib` allows.
 
-A function of the config and the number of processes, so every rank finds the same. The positions of a pipeline choose
-each for itself: the first ones, which have more micro-batches in flight, compute more again.
+It follows from the config and the number of processes, so that every rank finds the same modes. Each pipeline position
+has its own: the first ones, which have more micro-batches in flight, recompute more.
 """
 
 import math
@@ -39,16 +39,16 @@ class Budgeted:
 
 
 def modes_of(config: RunConfig, world_size: int) -> Modes:
-    """The mode of each layer, those of modules that predict further tokens too. The same on all ranks."""
+    """The recomputation mode of each layer, modules of multi-token prediction included. The same on all ranks."""
     if config.train.activation_gib is None:
         return (config.train.recompute,) * len(config.model.all_layers)
     return within(config, world_size, config.train.activation_gib).modes
 
 
 def within(config: RunConfig, world_size: int, gib: float) -> Budgeted:
-    """The least recomputation with which every rank's activations take so many GiB at most.
+    """The least recomputation with which each rank's activations take at most ``gib`` GiB.
 
-    A position where none is enough has the one that holds the least, and so more than ``gib``.
+    A pipeline position that cannot keep within it takes the modes that hold the least, and so holds more.
     """
     parallel, train = config.parallel, config.train
     n = train.batches.sizes[-1] // (Degrees.of(parallel, world_size).dp * train.micro_batch_size)
@@ -66,7 +66,7 @@ def within(config: RunConfig, world_size: int, gib: float) -> Budgeted:
 
 
 def way_of(config: RunConfig) -> Way:
-    """What of the layout decides how much a layer leaves."""
+    """The properties of the config that decide how much a layer keeps for its backward pass."""
     parallel = config.parallel
     offloads = config.train.offload_activations
     element = 4 if config.train.stored == "fp32" else 2
@@ -85,7 +85,10 @@ def budgeted(
     width_bytes: float,
     limit: float,
 ) -> Budgeted:
-    """As ``within``. ``width_bytes``: of one element of each of a micro-batch's tokens."""
+    """The least recomputation with which each pipeline position holds at most ``limit`` bytes of activations.
+
+    ``width_bytes``: the bytes of one element for each of a micro-batch's tokens.
+    """
     modes, held = dict[int, Recompute](), list[float]()
     moments = worst_moments(pipeline, pp, n_micro_batches)
     for layers, own in zip(layers_of_stages(model, pipeline, pp), moments, strict=True):
@@ -98,7 +101,7 @@ def budgeted(
 
 
 def options_of(model: ModelConfig, layer: int, way: Way, seq_len: int) -> tuple[Option, ...]:
-    """What each mode of a layer holds of a token, and computes again."""
+    """For each mode of MODES, what the layer holds for a token, and the work that it recomputes."""
     kind = kind_of(model, layer)
     return tuple(
         Option(
@@ -110,19 +113,19 @@ def options_of(model: ModelConfig, layer: int, way: Way, seq_len: int) -> tuple[
 
 
 def least_gib(config: RunConfig, world_size: int) -> tuple[float, int]:
-    """The smallest budget that can be kept, rounded up; and the pipeline position that needs so much."""
+    """The smallest budget in GiB that can be kept, rounded up, and the pipeline position that needs it."""
     found = within(config, world_size, 0.0)
     return rounded_up(found.most / GIB), found.held.index(found.most)
 
 
 def halfway_gib(config: RunConfig, world_size: int) -> float:
-    """A budget half way from the smallest one that can be kept to what is held without recomputation."""
+    """A budget in GiB half way between the smallest that can be kept and what is held without recomputation."""
     least, most = (within(config, world_size, gib).most / GIB for gib in (0.0, math.inf))
     return rounded_up((least + most) / 2)
 
 
 def rounded_up(number: float) -> float:
-    """Three digits, none of them lost."""
+    """The number rounded up to three significant digits; 0 for negative ones."""
     if number <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(number)) - 2)
@@ -130,14 +133,14 @@ def rounded_up(number: float) -> float:
 
 
 def told_of_budget(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """What became of a budget: which layers have which mode, and the GiB that the fullest rank's activations take."""
+    """The layers' modes under the budget in words, the GiB that the fullest rank's activations take, and the budget."""
     assert config.train.activation_gib is not None
     found = within(config, world_size, config.train.activation_gib)
     return {"layers": told(found.modes), "planned_gib": found.most / GIB, "budget_gib": config.train.activation_gib}
 
 
 def told(modes: Sequence[Recompute]) -> str:
-    """The layers' modes in words: "full in layers 0-3, none in 4-31"."""
+    """The layers' modes in words: "full in 0-3, none in 4-31"."""
     runs = [(mode, [layer for layer, _ in own]) for mode, own in groupby(enumerate(modes), key=lambda each: each[1])]
     words = [f"{mode} in {own[0]}-{own[-1]}" if len(own) > 1 else f"{mode} in {own[0]}" for mode, own in runs]
     return ", ".join(words)

@@ -1,7 +1,7 @@
-"""For each layer of a pipeline position the lightest mode of recomputation with which all of them stay within a limit.
+"""Chooses recomputation modes for a pipeline position's layers, so that their activations stay within a limit.
 
-The work that is computed again is the least, or above the least by less than one layer's: modes are taken by what they
-save for their work, layer by layer, and where room is left at the end, lighter ones are taken back.
+A greedy search: modes with the most memory saved for their work are taken layer by layer, and where room is left at the
+end, lighter ones are taken back. The recomputed work is the least, or exceeds it by less than one layer's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from launcher.closed_form.held import LayerHeld, Moment, held_at, most_held
 
 
 class Option(NamedTuple):
-    """A mode of a layer: what it holds, and the work that it computes again."""
+    """A recomputation mode of a layer: the memory that it holds, and the work that it recomputes."""
 
     held: LayerHeld
     work: float
@@ -20,7 +20,7 @@ class Option(NamedTuple):
 
 @dataclass
 class Group:
-    """Layers of one stage whose options are alike, and how many of them take which option."""
+    """Layers of one stage that have the same options, and how many of them take each option."""
 
     stage: int
     layers: list[int]  # places within the stage, in order
@@ -28,32 +28,33 @@ class Group:
     counts: list[int]
 
     def taken(self) -> Iterator[tuple[int, int]]:
-        """(layer, option). The first layers take what keeps least.
+        """(layer, option) for each layer. The first layers take the options that keep the least.
 
-        The backward pass comes to them when what others have left is gone: there is room for computing again.
+        The backward pass reaches these when the activations of later layers are gone, so there is room to recompute.
         """
         heaviest = sorted(range(len(self.options)), key=lambda each: self.options[each].held.kept)
         options = [option for option in heaviest for _ in range(self.counts[option])]
         return zip(self.layers, options, strict=True)
 
     def move(self, count: int, source: int, target: int) -> None:
-        """Has so many of the layers that take one option take another one."""
+        """Moves ``count`` layers from option ``source`` to option ``target``."""
         self.counts[source] -= count
         self.counts[target] += count
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The number of each layer's option, by stage; and the most that is held."""
+    """The index of each layer's option, by stage, and the most memory that is held at any moment."""
 
     options: list[list[int]]
     held: float
 
 
 def choose(stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment], limit: float) -> Chosen:
-    """The choice for a position whose layers, stage by stage, have these options, the first of them without any work.
+    """The chosen options of a pipeline position. ``stages``: the options of each layer, by stage.
 
-    Where none stays within ``limit``: the one that holds the least of those that were met.
+    The first option of each layer recomputes nothing. Where no choice stays within ``limit``, the one that holds the
+    least of those tried is returned.
     """
     groups = groups_of(stages)
     least = chosen = chosen_by(groups, stages, moments)
@@ -71,7 +72,7 @@ def choose(stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Momen
 
 
 def groups_of(stages: Sequence[Sequence[Sequence[Option]]]) -> list[Group]:
-    """The layers by stage and options, all with the first option."""
+    """The layers grouped by stage and options; all take their first option."""
     found: dict[tuple[int, tuple[Option, ...]], Group] = {}
     for stage, layers in enumerate(stages):
         for place, options in enumerate(layers):
@@ -84,7 +85,7 @@ def groups_of(stages: Sequence[Sequence[Sequence[Option]]]) -> list[Group]:
 def chosen_by(
     groups: Sequence[Group], stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment]
 ) -> Chosen:
-    """What the groups have taken so far."""
+    """The options that the groups' layers take now, and the most memory that these hold."""
     options = [[0] * len(layers) for layers in stages]
     for group in groups:
         for place, option in group.taken():
@@ -93,7 +94,7 @@ def chosen_by(
 
 
 def held_by(options: list[list[int]], stages: Sequence[Sequence[Sequence[Option]]]) -> list[list[LayerHeld]]:
-    """What each layer holds."""
+    """What each layer holds under the options with these indices."""
     return [
         [layer[option].held for layer, option in zip(layers, taken, strict=True)]
         for layers, taken in zip(stages, options, strict=True)
@@ -101,13 +102,16 @@ def held_by(options: list[list[int]], stages: Sequence[Sequence[Sequence[Option]
 
 
 def worst_of(chosen: Chosen, stages: Sequence[Sequence[Sequence[Option]]], moments: Sequence[Moment]) -> Moment:
-    """The moment that holds the most."""
+    """The moment at which these options hold the most."""
     held = held_by(chosen.options, stages)
     return max(moments, key=lambda each: held_at(held, each))
 
 
 def best_move(groups: Sequence[Group], moment: Moment) -> tuple[Group, int, int] | None:
-    """The group and its two options, from which to which a layer saves most at that moment for the work."""
+    """The move of one layer that saves the most memory at that moment for its added work, as (group, source, target).
+
+    None where no move saves any.
+    """
     best, best_rate = None, 0.0
     for group in groups:
         for source, target in pairs(group):
@@ -121,7 +125,7 @@ def best_move(groups: Sequence[Group], moment: Moment) -> tuple[Group, int, int]
 
 
 def lighter_moves(groups: Sequence[Group]) -> list[tuple[Group, int, int]]:
-    """The groups and two options each, from which to which a layer computes less again, the most first."""
+    """The moves (group, source, target) by which a layer recomputes less, those that save the most work first."""
     found = [(group, *pair) for group in groups for pair in pairs(group)]
     gains = [
         (group.options[source].work - group.options[target].work, n) for n, (group, source, target) in enumerate(found)
@@ -130,14 +134,14 @@ def lighter_moves(groups: Sequence[Group]) -> list[tuple[Group, int, int]]:
 
 
 def pairs(group: Group) -> Iterator[tuple[int, int]]:
-    """An option that layers take, and another one."""
+    """(option that some layers take, another option) of the group, in all combinations."""
     for source, count in enumerate(group.counts):
         if count:
             yield from ((source, target) for target in range(len(group.options)) if target != source)
 
 
 def move_fewest(group: Group, source: int, target: int, is_enough: Callable[[], bool]) -> None:
-    """Moves as few layers as are enough, or all of them."""
+    """Moves the fewest layers with which ``is_enough`` is true, or all where that is never so."""
     count = group.counts[source]
     group.move(count, source, target)
     if not is_enough():
@@ -154,7 +158,7 @@ def move_fewest(group: Group, source: int, target: int, is_enough: Callable[[], 
 
 
 def move_most(group: Group, source: int, target: int, is_legal: Callable[[], bool]) -> None:
-    """Moves as many layers as is legal, maybe none."""
+    """Moves the most layers with which ``is_legal`` is true, possibly none."""
     low, high = 0, group.counts[source]
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Rows of published measurements that contradict themselves, with the reason."""
+"""Checks of rows of published measurements: statements in a row that contradict each other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ FLOPS_NEAR = 0.07  # sources count norms, embeddings and rotations differently
 
 
 def contradictions(row: Mapping[str, Any]) -> list[str]:
-    """What in a row cannot be true together; none where too little is known to tell."""
+    """One line for each contradiction in a row; none where too little is known to tell."""
     try:
         job = job_of(row)
         gpu = gpu_of(job.gpu, job.per_node, job.interconnect)
@@ -32,7 +32,7 @@ def contradictions(row: Mapping[str, Any]) -> list[str]:
 
 
 def of_layout(row: Mapping[str, Any], job: Job) -> list[str]:
-    """The axes against the number of GPUs, and the batch against the replicas."""
+    """One line for each contradiction between the axes, the number of GPUs, the batch and the experts."""
     layout = part(row, "layout")
     found = []
     if number(layout.get("dp")) and number(layout.get("pp")) and job.dp * job.tp * job.pp * job.cp != job.n_gpus:
@@ -46,7 +46,7 @@ def of_layout(row: Mapping[str, Any], job: Job) -> list[str]:
 
 
 def of_speed(row: Mapping[str, Any], job: Job) -> list[str]:
-    """Seconds of a step against tokens/s."""
+    """A line where the measured seconds of a step and tokens/s differ by more than rounding."""
     measured = part(row, "measured")
     seconds, speed = number(measured.get("step_s")), number(measured.get("tokens_per_s_per_gpu"))
     if not seconds or not speed:
@@ -58,7 +58,10 @@ def of_speed(row: Mapping[str, Any], job: Job) -> list[str]:
 
 
 def miscounts(row: Mapping[str, Any]) -> list[str]:
-    """Stated TFLOP/s against every usual count: causal or whole attention, with or without recomputation."""
+    """A line where the stated TFLOP/s agree with no usual way to count the FLOPs of the measured step.
+
+    The usual ways count causal or whole attention, with or without recomputation.
+    """
     try:
         job = job_of(row)
     except CannotPlan:

@@ -18,8 +18,8 @@ from launcher.closed_form.seconds import CONSTANTS, Batch
 from launcher.closed_form.systems import publisher
 from launcher.closed_form.work import Work, work_of
 
-COVERED = 0.8  # of the rows lie in an interval
-FEW = 30  # errors of a kind, below which those of all kinds are taken
+COVERED = 0.8  # share of another publisher's rows that an interval should contain
+FEW = 30  # with fewer errors of a kind, those of all kinds are taken
 NORMAL = 1.2816  # what a normal distribution exceeds in a tenth of its cases
 STUDENT = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.372)  # the same of Student's t, by freedom
 
@@ -37,12 +37,15 @@ class Case:
     seconds: float | None
     bytes: float | None
     problems: list[str]  # contradictions, for which it is left out of fits
-    remarks: list[str]  # what is counted otherwise than anywhere else, and does not touch its seconds
+    remarks: list[str]  # TFLOP/s that are counted in an unusual way, which does not concern its seconds
 
 
 @dataclass
 class Error:
-    """Logarithms of plan over measurement of one row, with its publisher left out; and the interval around the plan."""
+    """The error of one row's plan, whose fit left out the row's publisher, and the interval around the plan.
+
+    ``value`` is the logarithm of plan over measurement; ``low`` and ``high`` are logarithms of measurement over plan.
+    """
 
     case: Case
     value: float
@@ -62,7 +65,7 @@ class Error:
 
 @dataclass
 class Evaluation:
-    """All errors, and the constants and residuals of a fit to all rows."""
+    """The errors of all rows, each publisher left out of its fit, and the constants and intervals of a fit to all."""
 
     cases: list[Case]
     unplanned: list[tuple[str, str]]  # id, reason
@@ -70,7 +73,7 @@ class Evaluation:
     memory: list[Error]
     fitted: dict[str, float]
     fitted_memory: dict[str, float]
-    told: dict[str, list[float]] = field(default_factory=dict)  # quantiles by kind, and of memory
+    told: dict[str, list[float]] = field(default_factory=dict)  # intervals of time by kind, and of memory
 
 
 def cases_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Case], list[tuple[str, str]]]:
@@ -91,7 +94,7 @@ def cases_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Case], list[tuple[
 
 
 def evaluate(rows: Sequence[Mapping[str, Any]]) -> Evaluation:
-    """Fits with each publisher left out, then to all."""
+    """Evaluates the closed forms on these rows: fits once without each publisher, then to all rows."""
     cases, others = cases_of(rows)
     timed = [case for case in cases if case.seconds is not None and not ran_out(case.row)]
     held = [case for case in cases if case.bytes is not None]
@@ -116,19 +119,19 @@ def batch_of(cases: Sequence[Case]) -> Batch:
 
 
 def predicted(cases: Sequence[Case], constants: Mapping[str, float]) -> Any:
-    """Seconds of each case's step."""
+    """Planned seconds of each case's step."""
     return batch_of(cases).seconds(constants) if cases else []
 
 
 def fit_seconds(cases: Sequence[Case]) -> dict[str, float]:
-    """The constants of the time model, by the rows that do not contradict themselves."""
+    """The constants of the time model, fitted to the cases without contradictions."""
     sound = [case for case in cases if not case.problems]
     measured = np.array([case.seconds for case in sound], dtype=float)
     return fit(batch_of(sound).seconds, measured, [case.publisher for case in sound], CONSTANTS)
 
 
 def fit_memory(cases: Sequence[Case]) -> dict[str, float]:
-    """The constants of the memory model."""
+    """The constants of the memory model, fitted to the cases without contradictions."""
     sound = [case for case in cases if not case.problems]
     measured = np.array([case.bytes for case in sound], dtype=float)
 
@@ -144,7 +147,7 @@ def errors(cases: Sequence[Case], plans: Any, measured: Sequence[float | None]) 
 
 
 def cover(found: list[Error], *, by_kind: bool) -> None:
-    """Gives each error the interval that the residuals of the other publishers make."""
+    """Sets each error's interval from the errors of all other publishers; ``by_kind``: of its own kind of row."""
     for origin in {each.case.publisher for each in found}:
         others = [each for each in found if each.case.publisher != origin]
         for each in found:
@@ -154,11 +157,12 @@ def cover(found: list[Error], *, by_kind: bool) -> None:
 
 
 def limits(found: Sequence[Error], kind: str | None) -> list[float]:
-    """The logarithms of measurement over plan between which ``COVERED`` of another publisher's rows should lie.
+    """[low, high] of log(measurement / plan) between which COVERED of a further publisher's rows should lie.
 
-    Errors differ more between publishers than within one. The middle of another publisher's errors is taken to be drawn
-    like those of the known ones, by Student's t as they are few, and its rows to lie around it as theirs do on the
-    mean. A kind with too few rows takes the interval of all, wider by as much as its own errors are larger.
+    Errors differ more between publishers than within one. The median error of a further publisher is assumed to be
+    distributed like those of the known ones (by Student's t, as they are few), and its rows to scatter around it like
+    the known publishers' rows on average. ``kind``: of rows; None: all. A kind with fewer than FEW errors takes the
+    interval of all kinds, widened by the ratio of its errors' size to theirs.
     """
     mine = [each for each in found if kind is None or each.case.job.kind.startswith(kind)]
     if len(mine) >= FEW:
@@ -168,12 +172,12 @@ def limits(found: Sequence[Error], kind: str | None) -> list[float]:
 
 
 def size_of(found: Sequence[Error]) -> float:
-    """The root of the mean square of errors."""
+    """The root mean square of the errors."""
     return math.sqrt(sum(each.value**2 for each in found) / len(found))
 
 
 def spread_of(found: Sequence[Error]) -> list[float]:
-    """The interval that errors of some publishers make. Without a row nothing is known."""
+    """[low, high] as for ``limits``, from all of these errors; infinite where there are none."""
     if not found:
         return [-math.inf, math.inf]
     edge = (1 - COVERED) / 2
@@ -192,14 +196,14 @@ def spread_of(found: Sequence[Error]) -> list[float]:
 
 
 def student(freedom: int) -> float:
-    """What a t distribution exceeds in a tenth of its cases: half of what ``COVERED`` leaves."""
+    """The 90th percentile of Student's t distribution; beyond it lies half of what COVERED leaves out."""
     return STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL + 0.9 / freedom
 
 
 def wrong_verdicts(
     found: Sequence[Error], cases: Sequence[Case], fitted: Mapping[str, float]
 ) -> list[tuple[Case, bool]]:
-    """(case, whether the plan says that it fits) of rows whose run says otherwise."""
+    """(case, whether the plan says that it fits in memory) of each row whose run showed the opposite."""
     wrong = []
     for each in found:
         plan = math.exp(each.value) * (each.case.bytes or 0.0)

@@ -1,23 +1,24 @@
-"""Constants of closed forms fitted to rows: least squares of the logarithm of the error, few outliers allowed."""
+"""Fitting the constants of closed forms to rows, by robust least squares of log(plan / measurement)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-Priors = Mapping[str, tuple[float, float, str]]  # where it begins, standard deviation of its logarithm, meaning
+Priors = Mapping[str, tuple[float, float, str]]  # initial value, standard deviation of its logarithm, meaning
 
 ROUNDS = 60
-EDGE = 0.12  # errors beyond count by their size, not by its square (Huber)
+EDGE = 0.12  # errors beyond it count linearly instead of by their square (Huber)
 
 
 def fit(
     predict: Callable[[Mapping[str, float]], Any], measured: Any, publishers: Sequence[str], priors: Priors
 ) -> dict[str, float]:
-    """The constants with which ``predict`` meets the measured values best.
+    """The constants with which ``predict`` fits the measured values best, by name.
 
-    Each publisher weighs as the square root of its rows, and each constant is held to where it begins by its standard
-    deviation: what no row tells of stays there. Gauss and Newton's steps over logarithms, with Levenberg's damping.
+    Each publisher has the weight of the square root of its number of rows. Each constant has a log-normal prior around
+    its initial value, where it stays if no row depends on it. Gauss-Newton steps over logarithms, with
+    Levenberg-Marquardt damping.
     """
     names = list(priors)
     first = np.log([priors[name][0] for name in names])

@@ -1,4 +1,4 @@
-"""A plan for each row of a file: seconds of a step and the peak of memory, with intervals, or why there is none."""
+"""Plans of jobs by closed forms: seconds of a step and peak memory with intervals, or why a row has no plan."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from launcher.closed_form.work import work_of
 from launcher.config.yaml_text import read_yaml_file
 
 FILE = Path(__file__).with_name("files") / "constants.yaml"
-NATURAL_RANGE = (1.2, 2.0)  # imbalance of natural routing between which an interval is told, where a row has none
+NATURAL_RANGE = (1.2, 2.0)  # imbalances of natural routing that an interval covers
 DECILE = 1.2816  # standard deviations of a normal distribution from its median to its ninth tenth
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What `make plan-table` has fitted to published rows."""
+    """The constants and intervals that `make plan-table` has fitted to published rows."""
 
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
@@ -31,7 +31,7 @@ class Fitted:
 
 @lru_cache
 def fitted() -> Fitted:
-    """The constants that come with this version."""
+    """The fitted constants in files/constants.yaml."""
     tree = read_yaml_file(FILE)
     return Fitted(tree["seconds"], tree["memory"], tree["intervals"])
 
@@ -42,7 +42,7 @@ def plan_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plan_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of one row; seconds and memory are null, with the reason, where it cannot be planned."""
+    """The plan of one row; where it cannot be planned, seconds and memory are None and ``reason`` says why."""
     try:
         job = job_of(row)
         return {"id": row.get("id"), **plan_job(job)}
@@ -56,7 +56,7 @@ def plan_job(job: Job) -> dict[str, Any]:
 
 
 def plan_on(job: Job, gpu: Gpu) -> dict[str, Any]:
-    """The plan of a job on a GPU that is known. Raises CannotPlan where it lacks the precision."""
+    """The plan of a job on ``gpu``; GB are 2^30 bytes. Raises CannotPlan where the GPU lacks the job's precision."""
     known = fitted()
     parts = seconds_by_part(job, gpu)
     seconds = sum(parts.values())
@@ -88,12 +88,15 @@ def plan_on(job: Job, gpu: Gpu) -> dict[str, Any]:
 
 
 def seconds_by_part(job: Job, gpu: Gpu) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Planned seconds of a step by part, such as products, attention and messages; they sum to the step."""
     batch = Batch([work_of(job, gpu)], [job], [gpu])
     return {name: float(value[0]) for name, value in batch.parts(fitted().seconds).items()}
 
 
 def chance_to_fit(peak: float, room: float, interval: Sequence[float]) -> float:
-    """The probability that a peak stays within the room, if plans err as a normal distribution with this interval."""
+    """The probability that a planned peak stays within ``room`` bytes.
+
+    The logarithm of measurement over plan is taken to be normal, with its 10th and 90th percentile in ``interval``.
+    """
     middle, spread = (interval[0] + interval[1]) / 2, (interval[1] - interval[0]) / (2 * DECILE)
     return 0.5 * (1 + math.erf((math.log(room / peak) - middle) / (spread * math.sqrt(2))))

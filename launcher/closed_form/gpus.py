@@ -1,4 +1,4 @@
-"""The GPU of a published row: its file in configs/hardware, with what the row's words change of it."""
+"""The GPU of a published row: its file in configs/hardware, changed by the row's words on power, memory and network."""
 
 import re
 from dataclasses import dataclass, replace
@@ -10,25 +10,25 @@ from launcher.trace.hardware import FOLDER, Hardware, checked, known_hardware
 
 GBIT = 1e9 / 8
 GIB = 2.0**30
-HBM2E_SHARE = 2.4 / 3.35  # of the bandwidth of an H100 with HBM3: torchtitan's parts (arXiv 2410.06511, section 3.1)
-# A busy part's clock is what its power allows, about the square root of it: power grows with f V^2. These are the watts
-# for a TFLOP/s in 16 bits of each family's first part, by which others are told.
+HBM2E_SHARE = 2.4 / 3.35  # of the bandwidth of an H100 with HBM3: torchtitan's GPUs (arXiv 2410.06511, section 3.1)
+# A busy GPU's clock depends on its power limit, about as the square root: power grows with f V^2. WATTS_OF_TFLOPS has
+# the watts for a TFLOP/s in 16 bits of each family's first GPU, to which others are compared.
 CLOCK_POWER = 0.5
-UNKNOWN_WATTS = 700.0  # of a part whose file has none
+UNKNOWN_WATTS = 700.0  # of a GPU whose file has none
 WATTS_OF_TFLOPS = {"ampere": 400 / 312, "hopper": 700 / 989.5, "blackwell": 1200 / 2500, "cdna": 750 / 1307.4}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A part and the links of the machine around it."""
+    """A GPU and the links of the machine around it."""
 
     hardware: Hardware
-    node_gpus: int  # joined by the fast links
+    node_gpus: int  # GPUs that the fast links join
     network_bytes_per_second: float  # of one GPU, one way
-    clock: float  # that its power allows, over the usual one of its family
+    clock: float  # the clock that its power allows, over the usual one of its family
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of products in a format, at its clock. Raises CannotPlan where the part lacks the format."""
+        """FLOP/s of matrix products in this precision, at the GPU's clock. Raises CannotPlan where it lacks it."""
         low = self.hardware.low_precision_flops
         name = {"mxfp8": "fp8"}.get(precision, precision)
         rates = {**self.hardware.peak_flops, **low}
@@ -44,7 +44,7 @@ def plain(name: str) -> str:
 
 @lru_cache
 def library() -> dict[str, Hardware]:
-    """Every GPU by each of its plain names."""
+    """Every known GPU by each of its names, in plain form."""
     found: dict[str, Hardware] = {}
     for name in known_hardware():
         hardware = checked(name, read_yaml_file(FOLDER / f"{name}.yaml"), name)
@@ -54,7 +54,7 @@ def library() -> dict[str, Hardware]:
 
 
 def gpu_of(name: str, per_node: int, interconnect: str) -> Gpu:
-    """The GPU of a row's ``hw``. Raises CannotPlan where nothing is known of it."""
+    """The GPU that a row's ``hw`` names, in nodes of ``per_node``. Raises CannotPlan where it is not known."""
     known, wanted = library(), plain(name)
     bare = re.split(r"[\s(]", wanted)[0]
     hardware = known.get(wanted) or known.get(bare) or known.get(re.sub(r"-\d+(gb)?$", "", bare))
@@ -64,7 +64,7 @@ def gpu_of(name: str, per_node: int, interconnect: str) -> Gpu:
 
 
 def gpu_like(hardware: Hardware, per_node: int, words: str = "", interconnect: str = "") -> Gpu:
-    """A part in nodes of ``per_node``, changed by what a row's words say of it and of its network."""
+    """A GPU in nodes of ``per_node``, with the power and memory in ``words`` and the network in ``interconnect``."""
     hardware, clock = with_words(hardware, words)
     node_gpus = int(hardware.nvlink_gpus) if hardware.nvlink_gpus > 8 else per_node
     network = network_of(interconnect, per_node) or hardware.network_bytes_per_second
@@ -72,7 +72,7 @@ def gpu_like(hardware: Hardware, per_node: int, words: str = "", interconnect: s
 
 
 def with_words(hardware: Hardware, words: str) -> tuple[Hardware, float]:
-    """The part with the power, memory and kind of memory that its name tells, and its clock over its family's."""
+    """The GPU with the memory that ``words`` name, and its clock at the power that they name, over its family's."""
     watts = re.search(r"(\d{3,4})\s*w\b", words)
     stated = hardware.watts or UNKNOWN_WATTS
     power = float(watts[1]) if watts else stated
@@ -87,7 +87,7 @@ def with_words(hardware: Hardware, words: str) -> tuple[Hardware, float]:
 
 
 def network_of(words: str, per_node: int) -> float | None:
-    """Bytes/s of one GPU between nodes, as the row's words tell them; None where they do not."""
+    """Bytes/s of one GPU between nodes, read from the row's words; None where they do not say."""
     several = re.search(r"(\d+)\s*x\s*(\d+)\s*(Gb|GB)(?:/s|ps|it)?", words)
     if several:
         rate = int(several[1]) * int(several[2]) * (GBIT if several[3] == "Gb" else 1e9)
@@ -101,5 +101,5 @@ def network_of(words: str, per_node: int) -> float | None:
 
 
 def capacity(gpu: Gpu) -> float:
-    """Bytes that a process can have: parts sold by GB hold about as many GiB, and the driver takes a hundredth."""
+    """Bytes of memory that a process can use: a GPU sold by GB has about as many GiB, less 1% for the driver."""
     return 0.99 * gpu.hardware.memory_gb * GIB

@@ -1,7 +1,7 @@
-"""What a pipeline position holds of its layers for the backward passes to come, at the worst moment of a step.
+"""The most activation memory that a pipeline position holds for backward passes, at the worst moment of a step.
 
-A layer leaves what its mode of recomputation keeps, once for each micro-batch in flight, and needs room to work while
-its backward pass runs. By then what the layers behind it had left of that micro-batch is gone.
+A layer keeps what its recomputation mode saves, once for each micro-batch in flight, and needs further memory while its
+backward pass runs. By then the activations of later layers for that micro-batch are freed.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ LONG_ENOUGH = 4  # times pp: with more micro-batches a pipeline has no more in f
 
 
 class LayerHeld(NamedTuple):
-    """Bytes, or whatever else is added up, of one layer and micro-batch."""
+    """Memory of one layer and micro-batch, in any unit (bytes, or elements of a token)."""
 
     kept: float  # from its forward to its backward pass
-    working: float  # besides, while its backward pass runs
-    waiting: float = 0.0  # between the parts of a split one: all that was computed again, and gradients
+    working: float  # in addition, while its backward pass runs
+    waiting: float = 0.0  # between the parts of a split backward pass: recomputed activations, and gradients
 
 
 class Moment(NamedTuple):
-    """A point of the schedule at which a position holds as much as it ever does."""
+    """A point of the schedule at which a position may hold the most."""
 
-    in_flight: tuple[int, ...]  # micro-batches, of each of its stages in order
-    turning: int  # the stage, counted from the position's first, whose backward pass comes next; -1: no matter which
-    waiting: tuple[int, ...] = ()  # micro-batches whose weights' gradients are put off, of each stage
+    in_flight: tuple[int, ...]  # micro-batches in flight of each of its stages, in order
+    turning: int  # the stage, counted from the position's first, whose backward pass comes next; -1: none
+    waiting: tuple[int, ...] = ()  # micro-batches of each stage whose weight gradients are still to be computed
 
 
 Stages = tuple[tuple[LayerHeld, ...], ...]  # of one position
@@ -39,9 +39,10 @@ def most_held(stages: Sequence[Sequence[LayerHeld]], moments: Sequence[Moment]) 
 
 
 def held_at(stages: Sequence[Sequence[LayerHeld]], moment: Moment) -> float:
-    """What is held in the backward pass that comes next: one micro-batch less of its stage, and the most of that one's.
+    """The most memory that is held during the backward pass that comes next at this moment.
 
-    The pass goes through the layers from the last to the first.
+    The pass goes through its stage's layers from the last to the first, and frees each one's activations. All other
+    micro-batches in flight are held as a whole.
     """
     others = sum(
         (count - (number == moment.turning)) * sum(each.kept for each in layers)
@@ -59,13 +60,13 @@ def held_at(stages: Sequence[Sequence[LayerHeld]], moment: Moment) -> float:
 
 
 def worst_moments(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    """By position: the moments of which no other one of the same turn has as much in flight of every stage."""
+    """For each position, the moments that may hold the most: those that no other moment of the same stage exceeds."""
     return moments_in_order(pipeline, pp, min(n_micro_batches, LONG_ENOUGH * pp))
 
 
 @lru_cache(maxsize=4096)
 def moments_in_order(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    """As ``worst_moments``, by the schedule's own order of passes."""
+    """The moments of ``worst_moments``, found by walking the order of passes of the schedule."""
     if pp == 1:
         return ((Moment((1,), 0),),)
     ranks = stage_ranks(pipeline, pp)
@@ -75,9 +76,10 @@ def moments_in_order(pipeline: PipelineConfig, pp: int, n_micro_batches: int) ->
 
 
 def moments_of(actions: Sequence[Action], own: Sequence[int]) -> tuple[Moment, ...]:
-    """Those of a position that holds the stages ``own``.
+    """The moments of a position that has the stages ``own`` and executes ``actions``.
 
-    A pass in two parts lets go after the second; of the model's first stage torch leaves all to that.
+    A split backward pass frees its memory only after the second part. In the model's first stage torch computes the
+    whole backward pass in that part.
     """
     now, waiting, found = [0] * len(own), [0] * len(own), dict[Moment, None]()
     for action in actions:
@@ -97,7 +99,7 @@ def moments_of(actions: Sequence[Action], own: Sequence[int]) -> tuple[Moment, .
 
 
 def is_above(moment: Moment, other: Moment) -> bool:
-    """Whether a moment has as much of every stage as another one of the same turn, and more of some."""
+    """Whether ``moment`` holds at least as much as ``other``, of the same next stage, and more of some stage."""
     mine, theirs = ((*each.in_flight, *each.waiting) for each in (moment, other))
     is_same_turn = moment.turning == other.turning
     return is_same_turn and mine != theirs and all(one >= two for one, two in zip(mine, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""A layer of linear attention by closed forms: its matrices, the work of its rule, and what a token leaves in it."""
+"""Linear attention by closed forms: its matrices, the work of its rule, and the memory of its activations."""
 
 from modeling.kernels.fused_delta import RuleWork
 from modeling.kernels.gated_delta import CHUNK
@@ -6,15 +6,15 @@ from modeling.linear_attention_config import LinearAttentionConfig
 from parallel.recompute import Recompute
 
 FP32, HALF = 4, 2  # bytes of an element
-# Tensors of a chunk that the backward pass of the rule has at once in torch's operations, each n numbers for a token
-# and value head: scores, how far they fade, the triangular system, and their gradients. And such of the channels of a
-# key and a value.
+# Tensors that the rule's backward pass in torch operations holds at once. SQUARES have CHUNK numbers for a token and
+# value head: scores, decay factors, the triangular system, and their gradients. CHANNELS are as wide as a key and a
+# value.
 SQUARES, CHANNELS = 9, 6
-CONVOLVED = 6.0  # times that a pass reads or writes what is convolved, on the mean over three: its gradient takes most
+CONVOLVED = 6.0  # reads and writes of the convolved channels in a pass, a mean over three; the gradient has the most
 
 
 def projected_width(linear: LinearAttentionConfig) -> int:
-    """Outputs of the products of a token's hidden state: queries, keys, values, gates, and two numbers a head."""
+    """Width of the projections of a hidden state: queries, keys, values, gates, and two numbers for each value head."""
     return 2 * linear.k_width + 2 * linear.v_width + 2 * linear.n_v_heads
 
 
@@ -24,23 +24,24 @@ def matrices(linear: LinearAttentionConfig, d_model: int) -> list[tuple[int, int
 
 
 def rule_flops(linear: LinearAttentionConfig) -> float:
-    """FLOPs of the products of one token's forward pass, in chunks: with the chunk's matrix, and within the chunk."""
+    """FLOPs of one token's forward pass through the chunked rule: products with the state, and within the chunk."""
     state = 3 * 2.0 * linear.d_k * linear.d_v  # it is read under the key and the query, and written to
     within = 2.0 * CHUNK * (linear.d_k + linear.d_v) / 2 + 2.0 * CHUNK * linear.d_v  # the system, and its use
     return linear.n_v_heads * (state + within) + linear.n_k_heads * 2 * 2.0 * CHUNK * linear.d_k
 
 
 def elements(linear: LinearAttentionConfig) -> float:
-    """Read and written by convolutions, by the rule and by the gated norm."""
+    """Elements that one token reads and writes in convolutions, the rule and the gated norm."""
     mixed = 2 * linear.k_width + linear.v_width
     return CONVOLVED * mixed + 4.0 * linear.v_width
 
 
 def width(linear: LinearAttentionConfig, mode: Recompute, tp: int, element: int) -> float:
-    """Elements that one token leaves: what convolutions are given and put out, gates, the rule's output, normed too.
+    """Elements that one token keeps for the backward pass in a layer of linear attention, on a rank of tp.
 
-    ``element``: bytes of one. In 16 bits the rule's kernels keep unit queries and keys for those that convolutions put
-    out, and more: the systems that they solved, sums of fading, and lengths.
+    They are inputs and outputs of the convolutions, gates, and the rule's output before and after its norm.
+    ``element``: bytes of one. In 16 bits the rule's kernels keep normalised queries and keys instead of the
+    convolutions' outputs, and also the solved triangular systems, sums of decays, and norms.
     """
     mixed, values, numbers = 2 * linear.k_width + linear.v_width, linear.v_width, 2 * linear.n_v_heads
     kept = 0.0
@@ -57,13 +58,13 @@ def width(linear: LinearAttentionConfig, mode: Recompute, tp: int, element: int)
 
 
 def working_bytes(linear: LinearAttentionConfig, tp: int, element: int) -> float:
-    """Bytes of one token in the backward pass of the rule, which computes again; in fp32 chunk by chunk."""
+    """Bytes for one token during the rule's backward pass, which recomputes the rule (in fp32 chunk by chunk)."""
     if element == HALF:
         return HALF * rule_work(linear, is_backward=True).room / tp
     return FP32 * linear.n_v_heads * (SQUARES * CHUNK + CHANNELS * (linear.d_k + linear.d_v)) / tp
 
 
 def rule_work(linear: LinearAttentionConfig, *, is_backward: bool) -> RuleWork:
-    """What the kernels of the rule do for one token."""
+    """The work of the rule's kernels for one token."""
     make = RuleWork.backward if is_backward else RuleWork.forward
     return make(1, linear.n_k_heads, linear.n_v_heads, linear.d_k, linear.d_v)

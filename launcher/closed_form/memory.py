@@ -1,4 +1,4 @@
-"""The peak of a rank's memory by closed forms: state, activations in flight, logits, and what lies outside of tensors.
+"""The peak of a rank's memory by closed forms: training state, activations, logits, and memory outside of tensors.
 
 Activations are those of Korthikanti et al. 2022 (arXiv 2205.05198), with grouped keys, gates and experts.
 """
@@ -11,12 +11,12 @@ from launcher.closed_form.rows import GIB, Job
 
 HALF = 2
 FULL = 4
-CUT = 2  # bytes of a weight that is kept in 8 bits, as forward products read it and as those by activations do
+CUT = 2  # bytes of a weight that is kept in 8 bits: one copy for forward products, one for activations' gradients
 MOMENTS_AND_MASTER = 12
-SCORES = 5  # bytes of a score that wait for the backward pass: softmax, dropout and its mask
-LOGIT_BYTES = 10  # in 16 bits, in fp32, and their gradient
-LOGIT_BYTES_EAGER = 12  # without a kernel for the loss
-SELECTIVE = 0.42  # of what waits otherwise: attention's output and every other product (torchtitan, arXiv 2410.06511)
+SCORES = 5  # bytes of a score that are kept for the backward pass: softmax, dropout and its mask
+LOGIT_BYTES = 10  # of a logit: in 16 bits, in fp32, and its gradient
+LOGIT_BYTES_EAGER = 12  # without a fused kernel for the loss
+SELECTIVE = 0.42  # share of activations kept: attention's output and every other product (torchtitan, arXiv 2410.06511)
 # name -> (where the fit begins, standard deviation of its logarithm, meaning)
 MEMORY_CONSTANTS: dict[str, tuple[float, float, str]] = {
     "reserved": (1.03, 0.03, "what the allocator takes, over what tensors hold"),
@@ -26,12 +26,12 @@ MEMORY_CONSTANTS: dict[str, tuple[float, float, str]] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest position's rank at the worst moment."""
+    """Bytes of a rank's memory by part, at the worst moment of a step."""
 
     state: float  # weights, gradients, optimizer
     activations: float
     logits: float
-    buffers: float  # that sums over the replicas go through
+    buffers: float  # through which gradients are reduced over the replicas
 
     @property
     def tensors(self) -> float:
@@ -44,14 +44,15 @@ class Memory:
 
 
 def memory_of(job: Job) -> Memory:
-    """The memory of the position that holds most."""
+    """The memory of the pipeline position that holds the most."""
     return max((position_memory(job, each) for each in unlike_positions(job)), key=lambda each: each.tensors)
 
 
 def unlike_positions(job: Job) -> list[int]:
-    """Pipeline positions of which one holds most: of a job of ours the fullest of each kind (``Ours.stand_ins``).
+    """The pipeline positions among which the fullest one must be.
 
-    Of others' jobs, whose layers are alike, the first, the second and the last.
+    For a config of Roundtable they are the fullest position of each kind (``Ours.stand_ins``); for a published row,
+    whose layers are taken to be alike, the first, the second and the last.
     """
     if job.ours is not None:
         return sorted(set(job.ours.stand_ins()))
@@ -78,7 +79,7 @@ def position_memory(job: Job, position: int) -> Memory:
 
 
 def layers_of(job: Job, position: int) -> Layers:
-    """Layers of a position; of others' jobs each position has the model's share of layers with experts."""
+    """The layers of a position; in a published row each position has the model's share of layers with experts."""
     if job.ours is not None:
         return job.ours.layers[position]
     n_layers, share_moe = inferred_layers(job, position), job.architecture.n_moe_layers / job.architecture.n_layers
@@ -86,7 +87,10 @@ def layers_of(job: Job, position: int) -> Layers:
 
 
 def inferred_layers(job: Job, position: int) -> float:
-    """Layers of a position: equal parts where pp divides them, else the ends, beside the vocabulary, have fewer."""
+    """The layers of a position in a published row: equal numbers if pp divides them, else fewer at the ends.
+
+    The embedding and the head stand in for layers there. Modules of multi-token prediction count at the last position.
+    """
     n_layers, pp = job.architecture.n_layers, job.pp
     further = job.system.n_further if position == pp - 1 else 0
     if n_layers % pp == 0:
@@ -97,14 +101,14 @@ def inferred_layers(job: Job, position: int) -> float:
 
 
 def own_activations(job: Job, position: int) -> float:
-    """What waits for backward passes at a position of a job of ours."""
+    """Bytes of activations kept for backward passes at a position of a Roundtable config."""
     assert job.ours is not None
     tokens = job.micro_batch_size * job.seq_len / job.cp
     return job.ours.activations(tokens, position)
 
 
 def own_head(job: Job, position: int) -> tuple[float, float]:
-    """Bytes of the gradient of the head's weights, and of its work, where the head is."""
+    """Bytes of the gradient of the head's weights, and of its working memory; 0 at positions without the head."""
     assert job.ours is not None
     if position != job.ours.head_at:
         return 0.0, 0.0
@@ -114,13 +118,13 @@ def own_head(job: Job, position: int) -> tuple[float, float]:
 
 
 def weights_of(job: Job, position: int, layers: Layers) -> tuple[float, float]:
-    """The weights of a position's rank, and those that it updates where ZeRO cuts them."""
+    """The number of weights of a position's rank, and of those that it updates where ZeRO shards them."""
     dense, experts = own_weights(job, position, layers)
     return dense + experts, dense / job.shard + experts / job.expert_shard
 
 
 def product_weights(job: Job, layers: Layers) -> tuple[float, float]:
-    """Weights that so many layers of a rank multiply by: all but experts, and experts."""
+    """The number of matrix elements in so many layers on one rank: without experts, and in experts."""
     arch = job.architecture
     dense = layers.total * arch.attention_parameters / job.tp + layers.dense * arch.dense_parameters / job.tp
     dense += layers.moe * arch.n_shared_experts * arch.expert_parameters / job.tp
@@ -128,24 +132,24 @@ def product_weights(job: Job, layers: Layers) -> tuple[float, float]:
 
 
 def own_weights(job: Job, position: int, layers: Layers) -> tuple[float, float]:
-    """Weights of a position's rank: all but experts, and experts."""
+    """The number of weights of a position's rank before ZeRO shards them: without experts, and in experts."""
     arch = job.architecture
     dense, experts = product_weights(job, layers)
     dense += layers.moe * arch.n_experts * arch.d_model  # routers
-    dense += own_further(job, position) * 2 * arch.d_model**2  # a token's embedding joined to what is known of it
+    dense += own_further(job, position) * 2 * arch.d_model**2  # the projection of hidden state and embedding joined
     dense += vocabulary_matrices(job, position) * arch.embedding_parameters / job.tp
     return dense, experts
 
 
 def own_further(job: Job, position: int) -> int:
-    """Modules for further tokens at a position of a job of ours."""
+    """Modules of multi-token prediction at a position of a Roundtable config; 0 for published rows."""
     return job.system.n_further if job.ours is not None and position == job.ours.head_at else 0
 
 
 def vocabulary_matrices(job: Job, position: int) -> int:
-    """The embedding, the head, and where modules for further tokens lie beside that, their copy of the embedding.
+    """The number of vocabulary matrices at a position: the embedding, the head, and a copy of the embedding.
 
-    Tied ones that lie at one position are one matrix.
+    The copy is for modules of multi-token prediction beside the head. Tied matrices at one position count once.
     """
     tied, last = job.architecture.tied, job.pp - 1 if job.ours is None else job.ours.head_at
     if position == 0:
@@ -154,12 +158,12 @@ def vocabulary_matrices(job: Job, position: int) -> int:
 
 
 def state_bytes(job: Job, position: int, layers: Layers) -> float:
-    """Weights, gradients and the optimizer's state."""
+    """Bytes of weights, gradients and optimizer state of a position's rank, for a published row."""
     arch, expert_ranks = job.architecture, job.expert_shard
     dense, experts = own_weights(job, position, layers)
     ends = vocabulary_matrices(job, position)
     if job.zero == 3:
-        one = (dense + experts) / max(1.0, layers.total)  # a layer gathered while another one is being gathered
+        one = (dense + experts) / max(1.0, layers.total)  # one layer is in use while the next one is gathered
         state = (FULL + FULL + MOMENTS_AND_MASTER - FULL) * (dense / job.shard + experts / expert_ranks)
         return state + one * (2 * HALF + FULL) + ends * arch.embedding_parameters / job.tp * (HALF + FULL)
     cut = job.shard if job.zero else 1
@@ -175,7 +179,7 @@ def state_bytes(job: Job, position: int, layers: Layers) -> float:
 
 
 def activation_bytes(job: Job, position: int, layers: float) -> float:
-    """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
+    """Bytes of activations of all micro-batches in flight, and of one layer's working memory, for a published row."""
     tokens = job.micro_batch_size * job.seq_len / job.cp
     one = layer_bytes(job) * tokens
     count = in_flight(job, position)
@@ -189,7 +193,7 @@ def activation_bytes(job: Job, position: int, layers: float) -> float:
 
 
 def in_flight(job: Job, position: int) -> float:
-    """Micro-batches whose activations a position holds at once, in whole positions' worth."""
+    """The most micro-batches whose activations a position holds at once; parts of its layers count as fractions."""
     match job.schedule:
         case "zb-2p":
             most = 2 * job.pp - 1.0
@@ -204,7 +208,7 @@ def in_flight(job: Job, position: int) -> float:
 
 
 def layer_bytes(job: Job) -> float:
-    """Bytes that one token leaves in one layer for its backward pass, on one rank."""
+    """Bytes of activations that one token keeps in one layer for the backward pass, on one rank."""
     arch, tp = job.architecture, job.tp
     own = tp if job.system.sequence_parallel else 1
     width = sum(outputs for _, outputs, cuts in arch.attention_matrices if cuts) / tp
@@ -223,7 +227,7 @@ def layer_bytes(job: Job) -> float:
 
 
 def logit_bytes(job: Job, position: int) -> float:
-    """Logits of a micro-batch, where the head is."""
+    """Bytes of a micro-batch's logits; 0 at positions without the head."""
     if position != job.pp - 1:
         return 0.0
     tokens = job.micro_batch_size * job.seq_len / job.cp

@@ -1,4 +1,4 @@
-"""A config of ours as a job of the closed forms: its dims are stated, so nothing is inferred."""
+"""A Roundtable config as a job of the closed forms: all its dims are stated, so none is inferred."""
 
 from typing import Any, assert_never
 
@@ -26,11 +26,11 @@ from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, PipelineConfig, chunks, stage_ranks
 from parallel.sizes import DEFAULT_SIZES
 
-AT_ONCE = 6  # tensors of a piece's scores
+AT_ONCE = 6  # tensors of a piece's attention scores in memory at once
 
 
 def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -> Job:
-    """The job that `train` would run on ``world_size`` GPUs. Nothing overlaps in it, and nothing is compiled."""
+    """The job that `train` would run on ``world_size`` GPUs, planned without overlap and without compiled kernels."""
     parallel, train, degrees = config.parallel, config.train, Degrees.of(config.parallel, world_size)
     model = config.model
     schedule = parallel.pipeline
@@ -72,7 +72,7 @@ def job_of_config(config: RunConfig, world_size: int, gpu: Gpu, per_node: int) -
 
 
 def nearest_schedule(pipeline: PipelineConfig) -> Schedule:
-    """The schedule of the closed forms that waits and holds most as ours."""
+    """The schedule of the closed forms whose idle time and memory are closest to this pipeline's."""
     match pipeline:
         case OneFOneB():
             return "1f1b"
@@ -85,13 +85,13 @@ def nearest_schedule(pipeline: PipelineConfig) -> Schedule:
 
 
 def micro_batches_of(config: RunConfig, world_size: int) -> int:
-    """Micro-batches of a rank in a step of the largest batch."""
+    """Micro-batches of a rank in a step of the largest batch size that the run has."""
     train, dp = config.train, Degrees.of(config.parallel, world_size).dp
     return max(1, train.batches.sizes[-1] // (dp * train.micro_batch_size))
 
 
 def ours_of(config: RunConfig, world_size: int) -> Ours:
-    """What closed forms of memory need besides."""
+    """What the closed forms need of a config besides its dims and its layout."""
     model, parallel, train = config.model, config.parallel, config.train
     modes, pipeline, pp = modes_of(config, world_size), parallel.pipeline, parallel.pp
     n_micro_batches = micro_batches_of(config, world_size)
@@ -116,19 +116,19 @@ def ours_of(config: RunConfig, world_size: int) -> Ours:
 
 
 def takes_formula(model: ModelConfig) -> bool:
-    """Whether attention's scores are such as no kernel knows, and are written to memory."""
+    """Whether no fused kernel can compute the model's attention, so that its scores are written to memory."""
     is_sloped_with_sinks = model.positions == "alibi" and model.sinks
     return model.score_cap is not None or model.positions == "t5" or model.attention_dropout > 0 or is_sloped_with_sinks
 
 
 def takes_sloping_mask(config: RunConfig) -> bool:
-    """Whether slopes need a mask of all pairs: in fp32, and in a ring; else they are channels of queries and keys."""
+    """Whether ALiBi needs a mask over all pairs: in fp32 and in a ring; else channels of queries and keys encode it."""
     is_ring = config.parallel.cp > 1 and config.parallel.cp_attention == "ring"
     return config.model.positions == "alibi" and (is_ring or config.train.precision == "fp32")
 
 
 def score_bytes(config: RunConfig) -> float:
-    """Bytes of scores in memory at once: of a piece of rows, in the backward pass; or a mask with slopes, of all."""
+    """Bytes of attention scores in memory at once, of a piece of rows; or of ALiBi's mask over all pairs; else 0."""
     model, parallel, train = config.model, config.parallel, config.train
     n_heads = model.n_heads / (parallel.tp * parallel.cp)
     pairs = train.micro_batch_size * n_heads * config.data.seq_len**2

@@ -1,7 +1,7 @@
-"""The memory of a rank of ours by closed forms: what a layer leaves for its backward pass, and the training state.
+"""The memory of a Roundtable rank by closed forms: a layer's activations for its backward pass, and the training state.
 
-The shares of whole tensors follow docs/speed.md's table of `train.recompute`; what the optimizer updates is counted as
-launcher.plan.memory does, without its padding. Both are for ranking many layouts: tests hold them to traced plans.
+Which tensors a layer keeps follows docs/speed.md's table of `train.recompute`; what the optimizer updates is counted as
+in launcher.plan.memory, without padding. Both are for ranking many layouts; tests compare them with traced plans.
 """
 
 from collections.abc import Sequence
@@ -23,52 +23,52 @@ from parallel.recompute import Recompute as Mode
 from parallel.sizes import DEFAULT_SIZES
 
 FP32 = 4
-LOGIT = 2  # tensors of a chunk's logits: they, and their gradient
-LOGIT_CUT = 4  # the same where tp cuts the vocabulary: in fp32 besides
-DEALT = 2  # tensors of a round's matrices under ZeRO: what has come, and what is made of it
-AT_WORK = 3  # tensors of the stack that is worked at: itself, and an iteration's two
-WORKING = 0.5  # of a layer's bytes: the gradients of the one whose backward pass runs
-AGAIN = 1.5  # the same where it is computed again
-ON_ITS_WAY = 2.0  # of what a layer keeps, where that goes to the host: its own, and that of the layer beside it
-PUT_OFF = 2.0  # of a layer's bytes: what it kept and computed again, and gradients, until those of its weights are made
+LOGIT = 2  # tensors of a chunk's logits: themselves, and their gradient
+LOGIT_CUT = 4  # the same where tp shards the vocabulary: both also in fp32
+DEALT = 2  # tensors of a round's whole matrices under ZeRO: the received ones, and their updates
+AT_WORK = 3  # tensors of the stack that is being updated: itself, and two of an iteration
+WORKING = 0.5  # of a layer's bytes: gradients in the layer whose backward pass runs
+AGAIN = 1.5  # the same where the layer is recomputed
+ON_ITS_WAY = 2.0  # of what a layer keeps, where that is offloaded: its own, and that of the neighbouring layer
+PUT_OFF = 2.0  # of a layer's bytes: activations and gradients that are held until its weight gradients are computed
 
 
 @dataclass(frozen=True)
 class Way:
-    """What of a layout decides how much a layer leaves."""
+    """The properties of a config's layout that decide how much a layer keeps for its backward pass."""
 
     tp: int
-    exchanges: bool  # experts' rows come from other ranks of ep; rows of the rank's own are picked again
-    weights_stay: bool  # not ZeRO 3, under which keys and values are kept
-    offloads: bool = False  # what layers keep waits on the host
+    exchanges: bool  # ep > 1: rows come from other ranks and are kept; else selective recomputation picks them again
+    weights_stay: bool  # False under ZeRO 3, where selective recomputation keeps keys and values
+    offloads: bool = False  # activations are kept on the host
     element: int = 2  # bytes of an activation
 
 
 class Repeats(NamedTuple):
-    """Shares of the layers of the position that computes most again, which do so with..."""
+    """Shares of layers that recompute each part, at the pipeline position that recomputes the most."""
 
     attention: float
     feed_forward: float
-    chains: float  # of elementwise work alone
+    chains: float  # elementwise work alone
 
     @classmethod
     def of(cls, modes: Sequence[Mode], stages: Sequence[Sequence[Sequence[int]]]) -> "Repeats":
-        """Those of a model whose layers have these modes; ``stages`` are the numbers of layers by position."""
+        """The shares in a model whose layers have these modes; ``stages``: layer numbers by position and stage."""
         shares = [cls.among([modes[layer] for stage in own for layer in stage]) for own in stages]
         return max(shares, key=sum)
 
     @classmethod
     def among(cls, modes: Sequence[Mode]) -> "Repeats":
-        """The shares of these layers."""
+        """The shares among layers with these modes."""
         selective, half, full = (modes.count(mode) / len(modes) for mode in ("selective", "feed_forward", "full"))
         return cls(full, full + half, selective)
 
 
 class Layers(NamedTuple):
-    """How many layers a pipeline position has; those that predict further tokens are layers beside the head."""
+    """The number of layers of a pipeline position; at the head's, modules of multi-token prediction count as layers."""
 
     total: float
-    moe: float  # of them with experts
+    moe: float  # layers with experts
 
     @property
     def dense(self) -> float:
@@ -78,28 +78,31 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True)
 class Ours:
-    """What the closed forms need of a config besides its dims."""
+    """What the closed forms need of a Roundtable config besides its dims and its layout."""
 
     pipeline: PipelineConfig
     element: int  # bytes of a weight and an activation
-    states: float  # fp32 numbers that the optimizer keeps of a weight
+    states: float  # fp32 numbers that the optimizer keeps for a weight, the mean
     zero: int
     pp: int
-    sums_in_place: bool  # bf16 under ZeRO 1: gradients are added to their sums as they are made
-    held: tuple[float, ...]  # of each position: elements that wait for backward passes, over a micro-batch's tokens
+    sums_in_place: bool  # bf16 under ZeRO 1: gradients are added to their sums as they are computed
+    held: tuple[float, ...]  # for each position, elements kept for backward passes, per token of a micro-batch
     again: Repeats
     layers: tuple[Layers, ...]  # of each position
-    updates_on_host: bool  # masters and optimizer states are the host's
-    sent: tuple[float, ...]  # of each position: elements that one token sends to the host
-    head_at: int  # the head's position: the first one in a V
-    scores: float = 0.0  # bytes of attention's scores in memory at once, where no kernel keeps them to itself
-    matrix_flops: tuple[tuple[str, float], ...] = ()  # of an update's products, by dtype, over the model's elements
-    update: float = 0.0  # bytes of matrices that are whole for a while, in an update that needs them so
-    scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums this rank's part alone
-    chunk_logits: int = CUDA_CHUNK_LOGITS  # of the head at a time
+    updates_on_host: bool  # master weights and optimizer states are on the host
+    sent: tuple[float, ...]  # for each position, elements that one token sends to the host
+    head_at: int  # the head's pipeline position: the first one in a V-shaped schedule
+    scores: float = 0.0  # bytes of attention scores in memory at once, where no fused kernel computes them
+    matrix_flops: tuple[tuple[str, float], ...] = ()  # of an update's products, by dtype, per element of the model
+    update: float = 0.0  # bytes of matrices that an update gathers whole
+    scatters: bool = False  # ZeRO 1 reduces each micro-batch's gradients, and sums only this rank's shard
+    chunk_logits: int = CUDA_CHUNK_LOGITS  # logits that the head computes at a time
 
     def state(self, n_weights: float, n_updated: float) -> float:
-        """Bytes of weights, sums of gradients, masters and states; ``n_updated``: weights that this rank updates."""
+        """Bytes of weights, gradient sums, master weights and optimizer states on one rank.
+
+        ``n_weights``: the rank's weights before ZeRO shards them; ``n_updated``: those that it updates.
+        """
         if self.zero == 0:
             return (self.element + FP32 + FP32 * self.states) * n_weights
         kept = n_updated if self.zero == 3 else n_weights
@@ -109,37 +112,37 @@ class Ours:
         return self.element * kept + FP32 * summed + FP32 * (1 + self.states) * n_updated
 
     def buffers(self, n_weights: float, layers: float) -> float:
-        """One micro-batch's gradients, where they wait, and the two buckets that they are reduced through."""
-        if self.scatters:  # buckets on their way, two packed and received, and one whose gradients are being made
+        """Bytes of a micro-batch's gradients, where they are kept apart, and of the buckets for their reduction."""
+        if self.scatters:  # two buckets in reduction, packed and received, and one whose gradients are being computed
             return (2 * 2 * FP32 + self.element) * min(DEFAULT_SIZES.reduced, n_weights)
         if self.zero == 0 or self.sums_in_place:
             return 0.0
         buckets = 2 * min(FP32 * DEFAULT_SIZES.bucket, FP32 * n_weights)
-        if self.zero == 2 and self.pp == 1:  # what has come is in the buckets
+        if self.zero == 2 and self.pp == 1:  # gradients are reduced from the buckets alone
             return buckets
         return buckets + self.element * n_weights / (max(1.0, layers) if self.zero == 3 else 1)
 
     def left(self, n_weights: float, n_head: float) -> float:
-        """The share of activations that waits while the first bucket of gradients is reduced; the head's come first."""
+        """The share of activations still held when the first bucket of gradients is reduced; the head's come first."""
         others, bucket = n_weights - n_head, DEFAULT_SIZES.reduced if self.scatters else DEFAULT_SIZES.bucket
         return 1 - min(1.0, max(0.0, bucket - n_head) / others) if others > 0 else 1.0
 
     def head(self, tokens: float, n_weights: float, vocab_size: float, *, is_cut: bool) -> tuple[float, float]:
-        """The gradient of the head's weights, summed in fp32 over chunks of the tokens; and what the last chunk needs.
+        """Bytes of the gradient of the head's weights, summed in fp32 over chunks of tokens, and of a chunk's tensors.
 
-        ``vocab_size``: on this rank.
+        ``vocab_size``: that of this rank. ``is_cut``: tp shards the vocabulary.
         """
         chunk = min(self.chunk_logits, tokens * vocab_size)
         return FP32 * n_weights, self.element * (n_weights + (LOGIT_CUT if is_cut else LOGIT) * chunk)
 
     def activations(self, tokens: float, position: int) -> float:
-        """What waits for the backward passes of the micro-batches in flight, and one layer's own work."""
+        """Bytes of activations at a position at its worst moment; ``tokens``: of a micro-batch on this rank."""
         return tokens * self.element * self.held[position] + self.scores
 
     def stand_ins(self) -> list[int]:
-        """By position: among those with as many layers of each kind, that whose layers leave the most.
+        """For each position, the fullest one among those with the same number of layers of each kind.
 
-        The first position, which has the embedding, and the head's stand for themselves.
+        The first position, which has the embedding, and the head's position are kinds of their own.
         """
         kinds = dict[tuple[int | None, Layers], list[int]]()
         keys = [(each if each in (0, self.head_at) else None, layers) for each, layers in enumerate(self.layers)]
@@ -151,7 +154,7 @@ class Ours:
 
 @lru_cache(maxsize=1024)
 def layer_held(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> LayerHeld:
-    """Elements that one token of a micro-batch leaves in a layer, and the room that its backward pass needs."""
+    """Elements for one token that a layer keeps for its backward pass, and that it needs while this runs."""
     whole, kept = layer_width(model, kind, "none", way), layer_width(model, kind, mode, way)
     working = (AGAIN if mode == "full" else WORKING) * whole
     if kind.is_linear and model.linear_attention is not None:
@@ -165,7 +168,7 @@ def layer_held(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> LayerHel
 def sent_by_position(
     model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way
 ) -> tuple[float, ...]:
-    """Elements that one token of each position's layers sends to the host; the last layer before the head has none."""
+    """Elements that one token sends to the host, for each position; the last layer before the head sends none."""
     stages = layers_of_stages(model, pipeline, pp)
     last = max(model.all_layers)
     return tuple(
@@ -180,7 +183,7 @@ def sent_by_position(
 
 
 def layer_width(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> float:
-    """Elements that one token leaves in a layer."""
+    """Elements that one token keeps in a layer for the backward pass under this mode, on one rank."""
     if kind.is_linear and model.linear_attention is not None:
         attended = linear.width(model.linear_attention, mode, way.tp, way.element)
     else:
@@ -196,7 +199,7 @@ def layer_width(model: ModelConfig, kind: Kind, mode: Mode, way: Way) -> float:
 def held_by_position(
     model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way
 ) -> tuple[Stages, ...]:
-    """What each position's layers leave."""
+    """What each layer keeps and needs for one token, by position and stage."""
     return tuple(
         tuple(tuple(layer_held(model, kind_of(model, layer), modes[layer], way) for layer in stage) for stage in stages)
         for stages in layers_of_stages(model, pipeline, pp)
@@ -207,13 +210,13 @@ def held_by_position(
 def most_by_position(
     model: ModelConfig, pipeline: PipelineConfig, pp: int, modes: tuple[Mode, ...], way: Way, n_micro_batches: int
 ) -> tuple[float, ...]:
-    """What waits for backward passes at the worst moment of each position, in elements over a micro-batch's tokens."""
+    """For each position, the elements kept for backward passes at its worst moment, per token of a micro-batch."""
     stages, moments = held_by_position(model, pipeline, pp, modes, way), worst_moments(pipeline, pp, n_micro_batches)
     return tuple(most_held(layers, own) for layers, own in zip(stages, moments, strict=True))
 
 
 def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
-    """Elements of what goes into norms, and of what they put out. Products of tp take it from all of its ranks."""
+    """Elements of norms' inputs and outputs that one token keeps in a layer; under tp, products gather the outputs."""
     own = model.d_model / tp
     made = model.d_model if tp > 1 else own
     match mode:
@@ -228,9 +231,9 @@ def residual_width(model: ModelConfig, mode: Mode, tp: int) -> float:
 
 
 def attention_width(model: ModelConfig, mode: Mode, tp: int, *, weights_stay: bool) -> float:
-    """Elements of queries and keys, turned (before their norm, too), of values, and of what attention puts out.
+    """Elements that one token keeps of queries, keys, values and attention's output, on a rank of tp.
 
-    Where that is gated, of the gates, too, and of what comes out of them.
+    With qk_norm the inputs of that norm are kept too; with gated attention the gates and the gated output.
     """
     if mode == "full":
         return 0.0
@@ -249,19 +252,19 @@ def attention_width(model: ModelConfig, mode: Mode, tp: int, *, weights_stay: bo
 
 
 def dense_width(model: ModelConfig, mode: Mode, tp: int, d_ff: float | None = None) -> float:
-    """Elements of what gates and ups put out, and of their product."""
+    """Elements that one token keeps in a feed-forward block: outputs of its first products, and their activation."""
     width = (model.d_ff if d_ff is None else d_ff) / tp
     ups = 2 if model.ff_gated else 1
     return {"none": ups + 1.0, "selective": float(ups), "feed_forward": 0.0, "full": 0.0}[mode] * width
 
 
 def expert_width(model: ModelConfig, mode: Mode, tp: int, *, exchanges: bool) -> float:
-    """Elements of a token's rows at their experts, and of what shared experts have."""
+    """Elements that one token keeps in its experts, which are taken to be evenly loaded, and in shared experts."""
     moe = model.moe
     assert moe is not None
     if mode in ("feed_forward", "full"):
         return 0.0
-    rows = moe.top_k / tp  # of experts that are loaded alike
+    rows = moe.top_k / tp  # evenly loaded experts
     shared = dense_width(model, mode, tp, moe.shared_width)
     picked = 0 if mode == "selective" and not exchanges else 1  # rows that came from other ranks are kept
     return rows * ((picked + exchanges) * model.d_model + (3 if mode == "none" else 2) * moe.d_ff) + shared
@@ -269,14 +272,14 @@ def expert_width(model: ModelConfig, mode: Mode, tp: int, *, exchanges: bool) ->
 
 @lru_cache(maxsize=1024)
 def layers_by_position(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[Layers, ...]:
-    """How many layers each pipeline position has."""
+    """The number of layers of each pipeline position, modules of multi-token prediction included."""
     own = [[layer for stage in stages for layer in stage] for stages in layers_of_stages(model, pipeline, pp)]
     return tuple(Layers(len(layers), sum(map(model.is_moe_layer, layers))) for layers in own)
 
 
 @lru_cache(maxsize=1024)
 def layers_of_stages(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By position: the layers of each of its stages; with the head, those that predict further tokens."""
+    """The layer numbers by position and stage; the head's stage has the modules of multi-token prediction too."""
     if pp == 1:
         return ((tuple(model.all_layers),),)
     ranks, parts = stage_ranks(pipeline, pp), pipeline_parts(model, pipeline, pp)
@@ -288,14 +291,17 @@ def layers_of_stages(model: ModelConfig, pipeline: PipelineConfig, pp: int) -> t
 
 @lru_cache(maxsize=16)
 def mean_states(model: ModelConfig, optimizer: OptimizerConfig) -> float:
-    """fp32 numbers that the optimizer keeps of a weight, the mean over the model's."""
+    """Fp32 numbers that the optimizer keeps for a weight, the mean over the model's weights."""
     tensors = logical_tensors(model).values()
     kept = sum(each.numel * len(optimizer.states_of(each.weight)) for each in tensors)
     return kept / sum(each.numel for each in tensors)
 
 
 def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, parallel: ParallelConfig, n_ranks: int) -> float:
-    """Bytes of whole matrices at once, where an update takes them so; ``n_ranks``: those of a pipeline position."""
+    """Bytes of the whole matrices that an update holds at once; 0 if the optimizer is elementwise.
+
+    ``n_ranks``: ranks of a pipeline position.
+    """
     largest, stack, taken = sizes_taken_whole(model, optimizer)
     most, cuts = DEFAULT_SIZES.matrices, parallel.ep if parallel.zero == 0 else n_ranks
     own = taken / (parallel.pp * n_ranks) if parallel.zero else 0.0
@@ -304,7 +310,7 @@ def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, parallel: Paral
 
 @lru_cache(maxsize=16)
 def sizes_taken_whole(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[int, int, int]:
-    """Elements of the largest matrix that an update takes whole, of the largest stack of experts', and of all."""
+    """Elements of the largest matrix that an update takes whole, of the largest stack of experts', and of all such."""
     taken = [each for each in logical_tensors(model).values() if optimizer.takes_whole(each.weight)]
     largest, stack = (max((e.numel for e in taken if e.is_expert == is_stack), default=0) for is_stack in (False, True))
     return largest, stack, sum(each.numel for each in taken)
@@ -312,9 +318,9 @@ def sizes_taken_whole(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[i
 
 @lru_cache(maxsize=16)
 def mean_matrix_flops(model: ModelConfig, optimizer: OptimizerConfig, tp: int) -> tuple[tuple[str, float], ...]:
-    """FLOPs of an update's products of whole matrices by dtype, over the elements of the model.
+    """FLOPs of an update's products of whole matrices by dtype, per element of the model.
 
-    All ranks of tp compute the whole of what they hold parts of, taken to be all matrices but experts'.
+    Matrices that tp shards, taken to be all but the experts', are computed whole by each rank of tp.
     """
     found: dict[str, float] = {}
     tensors = logical_tensors(model).values()

@@ -1,4 +1,4 @@
-"""docs/plan-table.md: the closed forms' error on published rows, recomputed from the rows; and well-known runs."""
+"""The page docs/plan-table.md: the error of the closed forms on published rows, and plans of well-known runs."""
 
 import json
 from collections import defaultdict
@@ -15,7 +15,7 @@ from launcher.closed_form.seconds import CONSTANTS
 from launcher.closed_form.systems import SYSTEMS
 
 DESCRIPTION = ("model", "hw", "layout", "batch")  # the parts of a row that a plan is made from
-TARGETS = {"dense": (0.10, 0.25), "MoE forced": (0.15, 0.25)}  # median and 90th percentile
+TARGETS = {"dense": (0.10, 0.25), "MoE forced": (0.15, 0.25)}  # median and 90th percentile of errors aimed at
 MEMORY_TARGET = 0.05
 HEAD = "| rows | of | median | 90th percentile | worst | bias | in their interval |\n|---|---|---|---|---|---|---|\n"
 AXES: dict[str, Callable[[Case], bool]] = {
@@ -40,7 +40,7 @@ def page(found: Evaluation) -> str:
 
 
 def introduction(found: Evaluation) -> list[str]:
-    """What was compared with what."""
+    """The page's introduction: which rows are compared, and how errors are computed."""
     n_rows = len(found.cases) + len(found.unplanned)
     return [
         "# The plan against published measurements",
@@ -110,7 +110,7 @@ def time_tables(found: Evaluation) -> list[str]:
 
 
 def aims(time: Sequence[Error]) -> str:
-    """What was aimed at, and which kinds of rows miss it."""
+    """A paragraph on the errors that were aimed at, and the kinds of rows that miss them."""
     told, missed = [], []
     for kind, wanted in TARGETS.items():
         sizes = np.abs([each.relative for each in time if each.case.job.kind == kind])
@@ -126,9 +126,9 @@ def aims(time: Sequence[Error]) -> str:
 
 
 def repeats(time: Sequence[Error], kinds: Sequence[str]) -> list[str]:
-    """How far apart measurements of one description are: what a plan errs by that does not know the software's release.
+    """A table of how far repeated measurements of the same description lie from their median.
 
-    Against the median of each description's own measurements, so a plan made from descriptions has little below it.
+    No plan that is made from descriptions alone, without the software's release, can err by much less.
     """
     groups: dict[str, list[Error]] = defaultdict(list)
     for each in time:
@@ -154,7 +154,7 @@ def repeats(time: Sequence[Error], kinds: Sequence[str]) -> list[str]:
 
 
 def memory_tables(found: Evaluation) -> list[str]:
-    """Errors of memory, and verdicts."""
+    """Errors of planned memory, and the wrong verdicts on whether a run fits."""
     memory = found.memory
     judged = len(memory) + sum(ran_out(case.row) for case in found.cases)
     wrong = wrong_verdicts(memory, found.cases, found.fitted_memory)
@@ -174,7 +174,7 @@ def memory_tables(found: Evaluation) -> list[str]:
 
 
 def constants(found: Evaluation) -> list[str]:
-    """What was fitted, to what, and what is taken from documents."""
+    """The fitted constants, the facts taken from documents and recipes, and the well-known runs."""
     rows = [f"| {name} | {first:g} | {found.fitted[name]:.3g} | {why} |" for name, (first, _, why) in CONSTANTS.items()]
     rows += [
         f"| {name} | {first:g} | {found.fitted_memory[name]:.3g} | {why} |"
@@ -209,7 +209,7 @@ def constants(found: Evaluation) -> list[str]:
 
 
 def recipe_lines() -> list[str]:
-    """What recipes tell, as lines of Markdown."""
+    """One line of Markdown for each recipe, with its releases, models, GPUs and settings."""
     lines = []
     for each in RECIPES:
         since = "" if each.first == "0" else f" from {each.first}"
@@ -221,7 +221,7 @@ def recipe_lines() -> list[str]:
 
 
 def lists(found: Evaluation) -> list[str]:
-    """Rows that contradict themselves, that count otherwise, and that have no plan."""
+    """Lists of the rows that contradict themselves, that count FLOPs in an unusual way, and that have no plan."""
     wrong = [f"- `{case.row.get('id')}`: {'; '.join(case.problems)}" for case in found.cases if case.problems]
     odd = [f"- `{case.row.get('id')}`: {'; '.join(case.remarks)}" for case in found.cases if case.remarks]
     reasons: dict[str, list[str]] = {}

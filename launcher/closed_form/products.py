@@ -1,4 +1,4 @@
-"""Products of matrices by shape: what the tiles of a GPU make of them."""
+"""The time of matrix products on a GPU by their shape, with the tiles that its multiprocessors compute."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 TILES = ((128, 256), (128, 128), (256, 128), (64, 128))  # rows and columns that one multiprocessor computes at a time
 ALIGNED = 8  # tensor cores read rows in multiples of 16 bytes
 UNALIGNED_SLOWER = 2.0
-DEPTH = 64.0  # of k that a tile spends on beginning and ending, on an H100
-DEPTH_RATE = 989.5e12 / 132  # of a multiprocessor of which: a faster one computes more of k in that time
+DEPTH = 64.0  # length of k that takes as long as a tile's start and end, on an H100
+DEPTH_RATE = 989.5e12 / 132  # FLOP/s of one of its multiprocessors: a faster one computes more of k in that time
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Product:
     n: float
     k: float
     count: float = 1.0
-    sums_rows: bool = False  # k counts rows: of what lies in memory side by side, m and n are the lengths
+    sums_rows: bool = False  # k is the number of rows in memory (a weight's gradient), and m and n are row lengths
 
     @classmethod
     def of(cls, m: float, n: float, k: float, count: float = 1.0) -> "Product":
-        """The product, at least one row each."""
+        """The product, with each side at least 1."""
         return cls(max(1.0, m), max(1.0, n), max(1.0, k), count)
 
     @property
@@ -37,18 +37,18 @@ class Product:
 
     @property
     def bytes(self) -> float:
-        """Read and written once, in 16 bits."""
+        """Bytes of both factors and the result in 16 bits, each read or written once."""
         return 2 * self.count * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     def cast_bytes(self, forwards: float) -> float:
-        """Read in 16 bits and written in 8, of inputs and gradients; weights are cast once for many micro-batches."""
+        """Bytes of casting inputs and gradients from 16 to 8 bits; weights are cast rarely enough to be left out."""
         return 3 * self.count * (self.m * self.k * forwards + self.m * self.n)
 
     def cut_bytes(self, forwards: float, *, weights_too: bool, kept_for: float | None) -> float:
-        """The same where weights are cast, too, for the backward pass as transposes, which are read twice.
+        """Bytes of casting inputs, gradients and weights to 8 bits; transposes for the backward pass are read twice.
 
-        ``weights_too``: transposes of inputs and gradients are cast for the weight's gradient. ``kept_for``: so many
-        micro-batches use the same cast weights; None: each pass casts them.
+        ``weights_too``: transposes of inputs and gradients are also cast, for the weight's gradient. ``kept_for``: the
+        number of micro-batches that use the same cast weights; None: each pass casts them.
         """
         weight, rows = self.count * self.k * self.n, self.count * self.m * (self.k + self.n)
         weights = weight * (3 * forwards + 5 if kept_for is None else 8 / kept_for)
@@ -61,17 +61,17 @@ class Product:
 
 
 def depth_of(peak: float, multiprocessors: int) -> float:
-    """Of k that a tile spends on beginning and ending, on a GPU of this peak in 16 bits."""
+    """The length of k that takes as long as a tile's start and end, on a GPU of this peak in 16 bits."""
     return DEPTH * peak / multiprocessors / DEPTH_RATE
 
 
 def product_seconds(one: Product, peak: float, bandwidth: float, multiprocessors: int, depth: float = DEPTH) -> float:
-    """Seconds at the peak, with tiles that are not full and multiprocessors without one; or of its bytes."""
+    """Seconds of a product: at the peak with partly filled and idle tiles, or of its bytes, whichever is longer."""
     return max(one.flops * padding(one, multiprocessors, depth) / peak, one.bytes / bandwidth)
 
 
 def padding(one: Product, multiprocessors: int, depth: float = DEPTH) -> float:
-    """How many times the product's own time the best tiles take, at least 1."""
+    """The time with the best tiles over the product's ideal time at the peak, at least 1."""
     best = math.inf
     for rows, columns in TILES:
         tiles = math.ceil(one.m / rows) * math.ceil(one.n / columns) * one.count

@@ -1,7 +1,7 @@
-"""What the recipes behind published MoE steps switch on, by release: read from the recipes' own files, not from steps.
+"""The settings of the public recipes behind published MoE measurements, by release, read from the recipes' own files.
 
-A table of a release names model, GPUs, batch and layout. Its recipe, which is public, says the rest: by what tokens
-travel and whether other work hides it, what graphs replay, what is computed again.
+A release's table names model, GPUs, batch and layout. Its recipe says the rest: how tokens are dispatched to experts
+and whether that is overlapped, which CUDA graphs are used, what is recomputed. Nothing is inferred from measured steps.
 """
 
 import re
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Shares of a layer's launches outside of its experts: attention, and the router with all that comes before dispatch.
+# Shares of a layer's launches outside of its experts that graphs replay: the router with all that comes before
+# dispatch, and attention too.
 ROUTER = 0.4
 ATTENTION_AND_ROUTER = 0.8
 BRIDGE = "megatron-bridge"
@@ -23,19 +24,19 @@ WHOLE = {"graphed": 1.0, "fused_experts": True, "hides_dispatch": True, "low_att
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is told of some models on some GPUs, from one release and before another."""
+    """Settings of some models on some GPUs, from one release and before another."""
 
-    models: tuple[str, ...]  # beginnings of their names
+    models: tuple[str, ...]  # beginnings of the models' names
     gpus: tuple[str, ...]
     first: str = "0"
     before: str = "99"
     precisions: tuple[str, ...] = ()  # empty: all
     source: str = BRIDGE
-    changes: Mapping[str, Any]
-    why: str  # with the document
+    changes: Mapping[str, Any]  # fields of System
+    why: str  # with the document that says so
 
 
-# Later ones count over earlier ones.
+# Later recipes override earlier ones.
 RECIPES: list[Recipe] = [
     Recipe(
         models=("deepseek-v3",),
@@ -217,18 +218,18 @@ RECIPES: list[Recipe] = [
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A release as numbers that compare."""
+    """A release as a tuple of numbers, for comparison."""
     return tuple(int(each) for each in version.split("."))
 
 
 def release_of(table: str) -> str | None:
-    """The release that a table's name begins with."""
+    """The release in a table's name (26.04.01), or None where it has none."""
     found = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", table)
     return found[1] if found else None
 
 
 def recipe_changes(source: str, table: str, model: str, gpu: str, precision: str) -> dict[str, Any]:
-    """What recipes tell of the system behind a row; nothing where none is known."""
+    """The fields of System that the recipes behind a row set; empty where no recipe is known."""
     release = release_of(table)
     found: dict[str, Any] = {}
     name, part = re.sub(r"[\s_.]+", "-", model.strip().lower()), gpu.strip().lower()

@@ -1,4 +1,4 @@
-"""A row of published measurements as a job: dims, layout, batch; and the seconds and bytes that were measured."""
+"""Rows of published measurements as jobs: dims, layout and batch, and the measured seconds and bytes."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from launcher.closed_form.recipes import recipe_changes
 from launcher.closed_form.systems import System, changes_by_words, system_of
 from launcher.errors import UserError
 
-# selective: attention's core again; elementwise, feed_forward: ours (docs/speed.md)
+# selective: attention's core is recomputed; elementwise, feed_forward: modes of Roundtable (docs/speed.md)
 Recompute = Literal["none", "selective", "elementwise", "feed_forward", "full"]
 Precision = Literal["bf16", "fp8", "mxfp8", "fp4", "fp32"]
 Schedule = Literal["1f1b", "interleaved", "zb-1p", "zb-2p", "dualpipe"]
 GIB = 2.0**30
-# Of natural routing, where a row does not tell: an assumption, for no published row with dims has natural routing.
+# Assumed for natural routing where a row does not say; no published row with known dims has natural routing.
 NATURAL_IMBALANCE = 1.5
 
 
@@ -49,11 +49,11 @@ class Job:
     micro_batch_size: int
     natural_routing: bool = False
     scaled_fp16: bool = False
-    is_own_fp8: bool = False  # as docs/fp8.md: weights are cut in every pass, experts' gradients are made in 16 bits
-    keeps_cut_weights: bool = False  # with that: weights are cut once a step
+    is_own_fp8: bool = False  # fp8 as in docs/fp8.md: weights are cast in every pass, experts' gradients are 16-bit
+    keeps_cut_weights: bool = False  # under is_own_fp8: weights are cast once a step
     n_flushes: int = 1  # times in a step that the pipeline runs empty
     imbalance: float = 1.0  # rows of the busiest rank of ep, over the mean
-    ours: Ours | None = None  # what more is known of a run of ours
+    ours: Ours | None = None  # further properties of a Roundtable config; None for a published row
 
     @property
     def n_micro_batches(self) -> float:
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def expert_shard(self) -> float:
-        """Ranks over which ZeRO cuts an expert: in a run of ours all that hold it, those of tp too."""
+        """Ranks over which ZeRO shards an expert: in a Roundtable config all that hold it, those of tp included."""
         holders = max(1.0, self.dp * self.cp * self.tp / self.ep)
         return holders if self.ours is not None else min(self.shard, holders)
 
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """Dense, or how tokens were routed to experts."""
+        """The kind of row: "dense", "MoE natural" (by the router) or "MoE forced" (routing forced to be even)."""
         if not self.architecture.n_experts:
             return "dense"
         return "MoE natural" if self.natural_routing else "MoE forced"
@@ -106,7 +106,7 @@ def part(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number above 0, or None."""
+    """The value as a float if it is a finite number above 0, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 < value < math.inf else None
@@ -158,7 +158,7 @@ def job_of(row: Mapping[str, Any]) -> Job:
 
 
 def system_of_row(row: Mapping[str, Any]) -> System:
-    """The system behind a row: its source's, its recipe's, and what the row's own words tell, which counts most."""
+    """The training system of a row: its source's, changed by its recipe, and then by the row's own words."""
     model, hw, layout = (part(row, name) for name in ("model", "hw", "layout"))
 
     def text(of: Mapping[str, Any], name: str) -> str:
@@ -177,7 +177,7 @@ def system_of_row(row: Mapping[str, Any]) -> System:
 
 
 def inferred_pp(architecture: Architecture, n_gpus: int, others: int) -> int:
-    """The fewest pipeline positions whose ranks hold 18 bytes a parameter in 60 GB."""
+    """The fewest pipeline positions with which a rank holds its parameters, 18 bytes each, in 60 GB; 1 if none do."""
     for pp in sorted(each for each in range(1, architecture.n_layers + 1) if architecture.n_layers % each == 0):
         if n_gpus % (pp * others) == 0 and 18 * architecture.parameters / (others * pp) < 60e9:
             return pp
@@ -185,12 +185,12 @@ def inferred_pp(architecture: Architecture, n_gpus: int, others: int) -> int:
 
 
 def usual_ep(architecture: Architecture, most: int) -> int:
-    """Experts over as many ranks as there are, where the row does not say."""
+    """The degree of ep where a row does not say: the largest that divides both the experts and the ranks."""
     return math.gcd(architecture.n_experts, most)
 
 
 def usual_micro(per_rank: float, pp: int, seq_len: float) -> int:
-    """Where the row does not say: one sequence under a pipeline, else up to 8,192 tokens over tp."""
+    """The micro-batch size where a row does not say: 1 in a pipeline, else up to 8,192 tokens on a rank of tp."""
     size = 1
     while pp == 1 and per_rank % (2 * size) == 0 and 2 * size * seq_len <= 8192:
         size *= 2
@@ -198,12 +198,12 @@ def usual_micro(per_rank: float, pp: int, seq_len: float) -> int:
 
 
 def usual_vpp(n_layers: int, pp: int) -> int:
-    """Where the row tells neither the micro-batch nor the stages of a position: stages of about two layers."""
+    """Stages of a position where a row gives neither them nor the micro-batch: stages of about two layers."""
     return max(1, n_layers // pp // 2) if pp > 1 else 1
 
 
 def zero_of(value: Any, replicas: int) -> tuple[int, int]:
-    """ZeRO's stage and the ranks over which it cuts. FSDP is stage 3; a distributed optimizer is stage 1."""
+    """ZeRO's stage and the ranks over which it shards. FSDP is stage 3; a distributed optimizer is stage 1."""
     text = str(value if value is not None else 1).lower()
     fsdp = re.search(r"fsdp\s*(\d*)|full_shard", text)
     if fsdp:
@@ -214,7 +214,7 @@ def zero_of(value: Any, replicas: int) -> tuple[int, int]:
 
 
 def recompute_of(value: Any) -> Recompute:
-    """What is computed again in the backward pass; norms and activations alone cost little and count as none."""
+    """The recomputation mode of a row; recomputing norms and activations alone costs little and counts as none."""
     text = str(value or "none").lower()
     if text.startswith(("full", "block", "uniform", "true")):
         return "full"
@@ -222,7 +222,7 @@ def recompute_of(value: Any) -> Recompute:
 
 
 def precision_of(value: Any) -> Precision:
-    """The format of the products."""
+    """The precision of the matrix products of a row; bf16 where it does not say."""
     text = str(value or "bf16").lower()
     for word, precision in {"fp4": "fp4", "mx": "mxfp8", "8": "fp8", "fp32": "fp32", "tf32": "fp32"}.items():
         if word in text and not (word == "8" and "fp8" not in text and "float8" not in text):
@@ -231,7 +231,7 @@ def precision_of(value: Any) -> Precision:
 
 
 def schedule_of(value: Any, vpp: int) -> Schedule:
-    """The order of a pipeline's passes."""
+    """The pipeline schedule of a row; 1f1b, or interleaved with several stages a position, where it does not say."""
     text = str(value or "").lower()
     if text.startswith("dualpipe"):
         return "dualpipe"
@@ -241,13 +241,13 @@ def schedule_of(value: Any, vpp: int) -> Schedule:
 
 
 def flushes_of(notes: str) -> int:
-    """Times that a pipeline runs empty in a step: once for each local batch, of which a step has so many."""
+    """How often the pipeline runs empty in a step: once for each local batch, counted in the row's notes."""
     found = re.search(r"\bGA (\d+), local batch \d+", notes)
     return int(found[1]) if found else 1
 
 
 def is_natural(words: str) -> bool:
-    """Whether the row's words say that tokens went where the router sent them."""
+    """Whether the row's words say that routing was natural, rather than forced to be even."""
     text = words.lower()
     if "natural" in text.split():
         return True
@@ -255,7 +255,7 @@ def is_natural(words: str) -> bool:
 
 
 def imbalance_of(layout: Mapping[str, Any], words: str) -> float:
-    """Rows of the busiest rank over the mean: as the row says, else an assumption where routing is natural."""
+    """Rows of the busiest rank of ep over the mean: as stated, else NATURAL_IMBALANCE for natural routing, else 1."""
     stated = number(layout.get("imbalance"))
     if stated is not None:
         return max(1.0, stated)
@@ -263,7 +263,7 @@ def imbalance_of(layout: Mapping[str, Any], words: str) -> float:
 
 
 def measured_seconds(row: Mapping[str, Any]) -> float | None:
-    """Seconds of a step: as measured, else from tokens/s, else from TFLOP/s by the source's own formula (derived)."""
+    """Measured seconds of a step: stated, else from tokens/s, else from TFLOP/s by the source's formula; else None."""
     measured, derived = part(row, "measured"), part(row, "derived")
     seconds = number(measured.get("step_s"))
     if seconds is not None:
@@ -276,11 +276,11 @@ def measured_seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def measured_bytes(row: Mapping[str, Any]) -> float | None:
-    """The peak of memory in bytes: GiB where the row's notes say so, as torch and nvidia-smi count."""
+    """The measured peak of memory in bytes, or None; ``mem_gb`` is taken for GiB, as torch and nvidia-smi count."""
     held = number(part(row, "measured").get("mem_gb"))
     return None if held is None else held * GIB
 
 
 def ran_out(row: Mapping[str, Any]) -> bool:
-    """Whether the row says that memory did not suffice."""
+    """Whether the row says that the run was out of memory."""
     return row.get("kind") == "oom" or part(row, "measured").get("oom") is True

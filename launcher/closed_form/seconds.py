@@ -1,4 +1,4 @@
-"""Seconds of a step from its amounts and a few constants, each with a physical meaning; for many jobs at once."""
+"""Seconds of a step from its amounts of work and a few constants with a physical meaning, for many jobs at once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from launcher.closed_form.rows import Job
 from launcher.closed_form.work import AMOUNTS, Work
 from launcher.trace.hardware import FAMILIES
 
-# name -> (where the fit begins, how far it may be expected to move: the standard deviation of its logarithm, meaning)
+# name -> (initial value, standard deviation of its logarithm: how far the fit may be expected to move it, meaning)
 CONSTANTS: dict[str, tuple[float, float, str]] = {
     "products ampere": (0.80, 0.15, "share of the peak that products in 16 bits reach"),
     "products hopper": (0.73, 0.15, "the same"),
@@ -50,12 +50,12 @@ Constants = Mapping[str, float]
 
 
 def start() -> dict[str, float]:
-    """The constants where the fit begins."""
+    """The constants' initial values in the fit."""
     return {name: first for name, (first, _, _) in CONSTANTS.items()}
 
 
 class Batch:
-    """Many jobs' amounts as arrays, and which constants of family and precision each takes."""
+    """The amounts of work of many jobs as arrays, and the indices of the constants for their GPUs and precisions."""
 
     def __init__(self, works: Sequence[Work], jobs: Sequence[Job], gpus: Sequence[Gpu]) -> None:
         families = [gpu.hardware.family for gpu in gpus]
@@ -67,7 +67,7 @@ class Batch:
         self.hides_dispatch = np.array([job.system.hides_dispatch for job in jobs])
 
     def take(self, which: Any) -> "Batch":
-        """Some of the jobs, by an index of numpy."""
+        """Some of the jobs, chosen by an index or mask of numpy."""
         part = object.__new__(Batch)
         part.amounts = {name: values[which] for name, values in self.amounts.items()}
         part.family, part.low, part.is_low = self.family[which], self.low[which], self.is_low[which]
@@ -75,7 +75,7 @@ class Batch:
         return part
 
     def parts(self, constants: Constants) -> dict[str, Any]:
-        """Seconds of a step by part; they sum to the step."""
+        """Seconds of each job's step by part, as arrays; the parts sum to the step."""
         a, c = self.amounts, constants
         products = np.array([c[f"products {family}"] for family in FAMILIES])[self.family]
         attention = np.array([c[f"attention {family}"] for family in FAMILIES])[self.family]
@@ -94,7 +94,7 @@ class Batch:
             "pp": exposed * a["pp"] / far,
         }
         busy = sum(one.values())
-        copies = a["host"] / c["near"]  # beside a forward pass, a third of the work, and beside the backward pass
+        copies = a["host"] / c["near"]  # overlap with a forward pass, a third of the work, and with the backward pass
         one["host"] = np.maximum(0.0, copies - busy / 3) + np.maximum(0.0, copies - 2 * busy / 3)
         busy = busy + one["host"]
         dispatch = smooth_max(a["ep_near"] / c["dispatch"], a["ep_far"] / c["dispatch far"])  # both links at once
@@ -119,5 +119,5 @@ class Batch:
 
 
 def smooth_max(one: Any, other: Any) -> Any:
-    """The larger of two times; where they are alike, somewhat more, for neither hides the other wholly."""
+    """The larger of two overlapping times; where they are similar, somewhat more, as neither hides the other fully."""
     return (one**4 + other**4) ** 0.25

@@ -1,41 +1,41 @@
-"""What the code behind published measurements does: facts about each system that its rows have no field for."""
+"""Facts about the training systems behind published measurements that rows have no field for."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-# all-to-all: each copy of a token travels to its expert. nodes: DeepEP and HybridEP, by which a rank receives a token
-# once, and its node does over the network
+# all-to-all: each copy of a token is sent to its expert. nodes: as by DeepEP and HybridEP, a token is sent once to each
+# node over the network, and once to each rank.
 Dispatch = Literal["all-to-all", "nodes"]
 
-# part that is computed again -> how rows write it
+# recomputed part -> how rows write it
 PARTS = {"norms": r"norm", "activations": r"\bact|moe_act", "up projection": r"up_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """How a training system computes. The defaults are what present ones do."""
+    """How a training system computes. The defaults describe current systems."""
 
     flash: bool = True  # attention in one kernel; else scores are written to memory
     sequence_parallel: bool = True  # tp divides norms and residual sums, too
-    overlaps: bool = True  # sums over the replicas run beside the backward pass
+    overlaps: bool = True  # gradients are reduced over the replicas during the backward pass
     fused: bool = True  # norms, activations and optimizers in kernels of their own
     fused_sums: bool = True  # gradients are added to their sums where they are computed
     fp32_sums: bool = False  # under ZeRO 3 gradients are summed in 32 bits, as otherwise
-    half_sums: bool = False  # gradients are summed in 16 bits, and sent so
-    scatters: bool = True  # what goes to the next pipeline position is cut over tp for the journey
-    buffer_elements: float = 0.0  # of 16 bits, that sums over the replicas go through
+    half_sums: bool = False  # gradients are summed and sent in 16 bits
+    scatters: bool = True  # hidden states are sharded over tp on their way to the next pipeline position
+    buffer_elements: float = 0.0  # 16-bit elements of the buffers for reduction over the replicas
     first_flash: bool = False  # the first FlashAttention, or Triton's version of it
     dispatch: Dispatch = "nodes"
-    neighbours: bool = False  # a token's experts lie side by side, as where routing is only pretended
-    hides_dispatch: bool = False  # rows of one micro-batch travel while another one is computed
-    graphed: float = 0.0  # share of a layer's launches, but for its experts', that graphs replay; 1: experts', too
+    neighbours: bool = False  # a token's experts are adjacent, as under simulated routing
+    hides_dispatch: bool = False  # rows of one micro-batch are sent while another one is computed
+    graphed: float = 0.0  # share of a layer's launches, without its experts', that graphs replay; 1: experts', too
     fused_experts: bool = False  # casts and activations of experts are part of their products' kernels
-    low_head: bool = False  # the head's products are, too
+    low_head: bool = False  # the head's products are in 8 bits where others are
     low_attention: bool = False  # attention's products are in 8 bits where others are
-    again: frozenset[str] = frozenset()  # parts that are computed again, beside what the row says
-    n_further: int = 0  # modules that predict further tokens: a layer and the head each
+    again: frozenset[str] = frozenset()  # parts that are recomputed, beside what the row says
+    n_further: int = 0  # modules of multi-token prediction: a layer and the head each
 
 
 # (part of the row's source, system, why)
@@ -78,9 +78,9 @@ SYSTEMS: list[tuple[str, System, str]] = [
 
 
 def system_of(source: str, technique: str = "", changes: Mapping[str, Any] | None = None) -> System:
-    """The system of a source, with what the row's ``layout.technique`` says of torch.compile.
+    """The system of a row's source; for an unknown source, with ``layout.technique``'s word on torch.compile.
 
-    ``changes``: what recipes and the row's own words tell besides.
+    ``changes``: fields that recipes and the row's own words set.
     """
     found = next((system for part, system, _ in SYSTEMS if part.lower() in source.lower()), None)
     if found is None:
@@ -90,7 +90,7 @@ def system_of(source: str, technique: str = "", changes: Mapping[str, Any] | Non
 
 
 def changes_by_words(dispatcher: str, notes: str, recompute: str) -> dict[str, Any]:
-    """What a row's own words tell: how tokens travel, whether that is hidden, and which parts are computed again."""
+    """Fields of System that a row's own words set: dispatch, its overlap, recomputed parts, multi-token prediction."""
     found: dict[str, Any] = {}
     words = dispatcher.lower()
     if re.search(r"\ba2a\b|all-?to-?all", words):
@@ -111,7 +111,7 @@ def changes_by_words(dispatcher: str, notes: str, recompute: str) -> dict[str, A
 
 
 def publisher(source: str) -> str:
-    """Who published a row: the repository, or the paper. Rows of one publisher are left out of a fit together."""
+    """The publisher of a row: a repository or a paper. Rows of one publisher are left out of a fit together."""
     paper = re.match(r"arXiv:?\s*(\d{4}\.\d{4,5})", source, re.IGNORECASE)
     if paper:
         return f"arXiv {paper[1]}"

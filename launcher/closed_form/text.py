@@ -1,4 +1,4 @@
-"""Plans of rows as people read them."""
+"""Printing plans of published rows as a table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from launcher.tables import plain_table, wide_console
 
 
 def print_plans(plans: Sequence[dict[str, Any]]) -> None:
-    """A table with a line for each row, then the reasons of those without a plan."""
+    """Prints a table with a line for each planned row, then the reason for each row without a plan."""
     table = plain_table("row", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GB", "fits")
     refused = []
     for plan in plans:

@@ -1,6 +1,6 @@
-"""What one step asks of the busiest GPU: amounts of products, bytes, launches and messages, without any rate fitted.
+"""The amounts of work of one step on the busiest GPU: products, bytes, launches and messages, before any fitted rate.
 
-Amounts are seconds at the stated rates of the data sheet, so a fitted constant is a share of such a rate. Those of a
+Amounts are seconds at the rates of the data sheet, so that a fitted constant is a share of such a rate. Those of a
 micro-batch are of the slowest pipeline position.
 """
 
@@ -19,13 +19,13 @@ FULL = 4
 ATTENTION_BACKWARD = 2.5  # products of attention's backward pass for each of its forward pass
 SCORE_BYTES = 13  # unfused, forward: write, scale and mask, softmax, dropout and its mask, read
 SCORE_BYTES_BACKWARD = 16
-OWN_SCORE_BYTES = 100  # ours, in fp32, capped: of a trace's 330 both ways (docs/speed.md)
+OWN_SCORE_BYTES = 100  # Roundtable's, in fp32, capped: of a trace's 330 both ways (docs/speed.md)
 OWN_SCORE_BYTES_BACKWARD = 230
 FIRST_FLASH_SLOWER = (
     1.7  # Dao 2023, "FlashAttention-2" (arXiv 2307.08691), section 4.1: 1.7 to 3 times, Triton 1.3 to 2.5
 )
 LOSS_BYTES = 20  # of a logit, forward and backward
-# recomputation -> forward passes of attention's half and of the other; attention's core by itself is add_core's
+# recomputation -> forward passes of attention's half and of the other; add_core counts attention's core by itself
 FORWARDS: dict[Recompute, tuple[float, float]] = {
     "none": (1, 1),
     "selective": (1, 1),
@@ -33,9 +33,9 @@ FORWARDS: dict[Recompute, tuple[float, float]] = {
     "feed_forward": (1, 2),
     "full": (2, 2),
 }
-LOW_ATTENTION = 2  # times as fast are attention's products in 8 bits; its exponentials stay what they are
+LOW_ATTENTION = 2  # speed-up of attention's products in 8 bits; its exponentials are as slow as before
 TILE = 128  # queries and keys that attention's kernels take at a time
-# About how long an amount takes, over its seconds at stated rates, to compare pipeline positions.
+# Rough actual seconds over seconds at stated rates for each amount, to compare pipeline positions.
 ROUGHLY = {
     "products": 1.4,
     "low_products": 1.8,
@@ -51,7 +51,7 @@ ROUGHLY = {
     "moe_layers": 300e-6,
     "experts": 15e-6,
 }
-FUSED_BYTES = 0.5  # of the bytes between experts' products, where their kernels are one
+FUSED_BYTES = 0.5  # share of the bytes between experts' products that remains where their kernels are fused
 # Of a row's element, forward and backward, where experts' biases are added by kernels of their own: a product with the
 # router's weight in 32 bits, the sum, and the experts' rows joined (Megatron Core, `TEGroupedMLP._apply_bias`).
 BIAS_BYTES = 64
@@ -67,7 +67,7 @@ STEP_BYTES = 38  # of an element that the optimizer updates: gradient, two momen
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds at stated rates. Of one micro-batch on the slowest position, unless told otherwise."""
+    """Seconds at stated rates; down to ``shard_hops`` of one micro-batch on the slowest pipeline position."""
 
     products: float = 0.0  # in 16 bits
     low_products: float = 0.0  # in 8 or 4 bits
@@ -77,7 +77,7 @@ class Work:
     memory: float = 0.0  # bytes of norms, activations, sums
     eager_memory: float = 0.0  # the same, in a system whose kernels are not fused
     expert_memory: float = 0.0  # rows sorted to experts and back
-    casts: float = 0.0  # bytes of making 8 or 4 bits
+    casts: float = 0.0  # bytes of casting to 8 or 4 bits
     layers: float = 0.0  # passes over layers
     moe_layers: float = 0.0
     experts: float = 0.0  # passes over a rank's experts
@@ -86,12 +86,12 @@ class Work:
     ep_far: float = 0.0
     cp: float = 0.0
     pp: float = 0.0  # of one hop
-    host: float = 0.0  # of activations to the host; as many come back
-    shards: float = 0.0  # weights gathered and gradients cut, of ZeRO 3
+    host: float = 0.0  # activations copied to the host; the copy back takes as long
+    shards: float = 0.0  # under ZeRO 3, all-gathers of weights and reduce-scatters of gradients
     shard_hops: float = 0.0  # ranks that a message passes, times messages
     # of a step
-    passes: float = 1.0  # micro-batches, and what the pipeline waits, in micro-batches
-    replicas: float = 0.0  # sums over the replicas
+    passes: float = 1.0  # micro-batches, plus the pipeline's idle time in micro-batches
+    replicas: float = 0.0  # reduction of gradients over the replicas
     replica_hops: float = 0.0
     update: float = 0.0  # the optimizer
     nodes: float = 0.0  # log2 of the nodes, above one
@@ -102,14 +102,14 @@ AMOUNTS = [each.name for each in fields(Work)]
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of messages among the ranks of an axis, at stated rates."""
+    """The stated rates of the links among GPUs: within a node, and between nodes."""
 
     near: float  # bytes/s
     far: float
     gpu_nodes: int  # ranks that the fast links join
 
     def rate(self, degree: int, stride: int) -> float:
-        """Bytes/s of one rank in a ring over ``degree`` ranks, ``stride`` apart, which share their nodes' network."""
+        """Bytes/s of a rank in a ring of ``degree`` ranks, ``stride`` apart; those in a node pool their links."""
         if degree * stride <= self.gpu_nodes:
             return self.near
         inside = max(1, min(degree, self.gpu_nodes // stride)) if stride < self.gpu_nodes else 1
@@ -117,12 +117,12 @@ class Links:
 
 
 def work_of(job: Job, gpu: Gpu) -> Work:
-    """The amounts of a job on its GPUs. Raises CannotPlan where the part lacks the precision."""
+    """The amounts of a job's step. Raises CannotPlan where the GPU lacks the job's precision."""
     return Step(job, gpu).work()
 
 
 class Step:
-    """A job's step, with the sizes that its parts share."""
+    """Computes the amounts of a job's step, part by part; holds the sizes that the parts share."""
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
         self.job, self.gpu, self.arch = job, gpu, job.architecture
@@ -147,7 +147,7 @@ class Step:
         self.sum_bytes = 2 * self.grad_bytes + (0 if job.system.fused_sums else 2 * HALF)
 
     def work(self) -> Work:
-        """All that the step takes, by kind."""
+        """All amounts of the step."""
         arch, job = self.arch, self.job
         dense = self.layer(moe=False)
         moe = self.layer(moe=True) if arch.n_moe_layers else {}
@@ -172,10 +172,10 @@ class Step:
         return Work(**amounts)
 
     def slowest(self, dense: float, moe: float, head: float) -> tuple[float, float, float]:
-        """Layers of each kind and heads of the slowest position, given the seconds of one.
+        """(dense layers, layers with experts, heads) of the slowest position, given the seconds of one of each.
 
-        A job of ours has its own layers by position; others equal parts where pp divides, else the best. A module for
-        further tokens is a layer, and the head once more, of the head's position.
+        A Roundtable config states its layers by position; a published row has equal parts, or else the best split. A
+        module of multi-token prediction counts as a layer and one more head, at the head's position.
         """
         arch, pp, n_further = self.arch, self.job.pp, self.job.system.n_further
         n_layers, heads = arch.n_layers + n_further, 1.0 + n_further
@@ -195,12 +195,12 @@ class Step:
         return count * (1 - share_moe), count * share_moe, has_head
 
     def positions(self, own: Ours) -> list[tuple[float, float, float]]:
-        """Layers without experts, layers with them, and passes of the head, of each position of a job of ours."""
+        """(dense layers, layers with experts, passes of the head) of each position of a Roundtable config."""
         heads = 1.0 + self.job.system.n_further
         return [(n.dense, n.moe, heads * (place == own.head_at)) for place, n in enumerate(own.layers)]
 
     def layer(self, *, moe: bool) -> dict[str, float]:
-        """One layer forward, recomputed where it is, and backward."""
+        """The amounts of one layer: forward pass, recomputation and backward pass."""
         found = dict.fromkeys(AMOUNTS, 0.0)
         self.add_attention(found)
         self.forwards = self.of_feed_forward
@@ -213,7 +213,7 @@ class Step:
         return found
 
     def add_products(self, found: dict[str, float], shapes: list[Product], into: str = "products") -> None:
-        """Products of a forward pass, with their recomputation, and both products of the backward pass."""
+        """Adds products of a forward pass, their recomputation, and both products of the backward pass."""
         job, gpu = self.job, self.gpu
         peak = gpu.peak(job.precision if self.low else "bf16")
         weights_low = self.low and not (job.is_own_fp8 and into == "grouped")
@@ -233,14 +233,14 @@ class Step:
                 found["memory"] += shape.count * shape.k * shape.n * self.sum_bytes / self.bandwidth  # summed gradients
 
     def cast(self, shape: Product, *, weights_too: bool) -> float:
-        """Bytes of casting a product's factors to fewer bits; ``weights_too``: its weight's gradient has such ones."""
+        """Bytes of casting a product's factors to 8 or 4 bits; ``weights_too``: those of its weight's gradient too."""
         if not self.job.is_own_fp8:
             return shape.cast_bytes(self.forwards)
         kept_for = self.job.n_micro_batches if self.job.keeps_cut_weights else None
         return shape.cut_bytes(self.forwards, weights_too=weights_too, kept_for=kept_for)
 
     def add_attention(self, found: dict[str, float]) -> None:
-        """Attention's half of a layer; the mean over the layers, where some are linear."""
+        """Adds attention's half of a layer; the mean over the layers, where some have linear attention."""
         share = self.arch.linear_share
         for add, times in ((self.add_attention_to_keys, 1 - share), (self.add_linear_attention, share)):
             if times:
@@ -251,10 +251,10 @@ class Step:
                     found[name] += times * amount
 
     def add_linear_attention(self, found: dict[str, float]) -> None:
-        """Projections, the rule, norms and residual sums, and what tp, cp send.
+        """Adds linear attention: projections, the rule, norms, residual sums, and messages of tp and cp.
 
-        In 16 bits the rule is its kernels'; in 32 its backward pass computes it again first, and has twice as many
-        products.
+        In 16 bits the rule runs in its own kernels; in 32 bits its backward pass recomputes it first, and then has
+        twice as many products.
         """
         arch, job = self.arch, self.job
         assert arch.linear is not None
@@ -278,14 +278,14 @@ class Step:
             found["cp"] += moved * (self.forwards + 1) / self.links.rate(job.cp, job.tp)
 
     def add_tp_sums(self, found: dict[str, float]) -> None:
-        """Attention's share of a layer's two sums over tp."""
+        """Adds the messages of tp in a layer, for attention and feed-forward together."""
         job = self.job
         if job.tp > 1:
             sent = 2 * self.tokens * self.arch.d_model * HALF * (job.tp - 1) / job.tp
             found["tp"] += sent * (2 + self.of_attention + self.of_feed_forward) / self.links.rate(job.tp, 1)
 
     def add_attention_to_keys(self, found: dict[str, float]) -> None:
-        """Projections, the core, norms and residual sums, and what tp, cp send."""
+        """Adds softmax attention: projections, the core, norms, residual sums, and messages of tp and cp."""
         arch, job = self.arch, self.job
         for inputs, outputs, cuts_outputs in arch.attention_matrices:
             is_latent = arch.latent is not None and (inputs, outputs) == (arch.d_model, arch.latent.down_width)
@@ -308,7 +308,7 @@ class Step:
             found["cp"] += rows * (self.forwards + 2) / self.links.rate(job.cp, job.tp)
 
     def add_core(self, found: dict[str, float]) -> None:
-        """Scores, softmax and their use: in one kernel that leaves out what the mask hides, or through memory."""
+        """Adds attention's core: one kernel that skips masked keys, or scores that are written to memory."""
         arch, job = self.arch, self.job
         peak = self.gpu.peak("bf16")
         width = arch.attention_width / job.tp
@@ -344,7 +344,7 @@ class Step:
         found["memory"] += self.tokens * (2 * ups + 2) * width * (self.forwards + self.chains + 2) / self.bandwidth
 
     def add_experts(self, found: dict[str, float]) -> None:
-        """Router, dispatch, experts, combine, shared experts."""
+        """Adds the work of a feed-forward block with experts: dispatch, experts, combine, shared experts."""
         arch, job = self.arch, self.job
         own = self.tokens / job.tp
         rows = own * arch.top_k * job.imbalance
@@ -373,10 +373,10 @@ class Step:
         self.add_dispatch(found, own * job.imbalance)
 
     def add_dispatch(self, found: dict[str, float], own: float) -> None:
-        """Rows to their experts' ranks and back, forward and backward.
+        """Adds the messages of ep: tokens to their experts' ranks and back, forward and backward.
 
-        Each copy of a token travels to its expert; or each rank that has some of its experts receives it once, over the
-        network as far as a rank of that node, which hands it on.
+        By all-to-all each copy of a token is sent to its expert. By "nodes" a token is sent once to each node with some
+        of its experts, over the network, and from there once to each such rank.
         """
         arch, job = self.arch, self.job
         if job.ep == 1:
@@ -392,7 +392,7 @@ class Step:
         found["ep_far"] += sent * copies * far / self.links.far
 
     def met(self, places: float) -> float:
-        """In how many of so many places that share the experts evenly those of a token are, on the mean."""
+        """The mean number of places with experts of one token, where ``places`` share the experts evenly."""
         top_k = self.arch.top_k
         if self.job.system.neighbours:
             return max(1.0, top_k * places / self.arch.n_experts)
@@ -404,7 +404,7 @@ class Step:
         return places * (1 - (1 - 1 / places) ** top_k)
 
     def head(self) -> dict[str, float]:
-        """Logits and their loss. It is not recomputed, and mostly computes in 16 bits."""
+        """The amounts of the head and the loss, which are not recomputed and mostly compute in 16 bits."""
         found = dict.fromkeys(AMOUNTS, 0.0)
         arch, tp = self.arch, self.job.tp
         low, forwards = self.low, self.forwards
@@ -415,19 +415,19 @@ class Step:
         return found
 
     def hop(self) -> float:
-        """Hidden states to the next position and their gradients back, for all stages of a position."""
+        """Seconds to send hidden states to the next position and their gradients back, for all its stages."""
         cut = self.job.tp if self.job.system.scatters else 1
         rows = self.tokens / cut * self.arch.d_model * HALF * 2 * self.job.vpp
         stride = self.job.tp * self.job.cp * self.job.dp
         return rows / self.links.rate(self.job.pp, min(stride, self.links.gpu_nodes * 8))
 
     def host(self) -> float:
-        """Activations to the host, beside a forward pass; nothing where the GPU's file has no rate for them."""
+        """Seconds to copy activations to the host in a forward pass; 0 where the GPU's file has no rate for it."""
         ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
         return 0.0 if ours is None or rate is None else self.tokens * ours.element * max(ours.sent) / rate
 
     def of_step(self, n_dense: float, n_moe: float, has_head: float) -> dict[str, float]:
-        """Sums over the replicas, the optimizer."""
+        """The amounts of a whole step: messages over the replicas or of ZeRO 3, and the optimizer's update."""
         job, arch = self.job, self.arch
         replicas = job.dp * job.cp
         dense = (n_dense + n_moe) * arch.attention_parameters / job.tp + n_dense * arch.dense_parameters / job.tp
@@ -454,7 +454,7 @@ class Step:
         return found
 
     def update(self, updated: float) -> float:
-        """The optimizer; on the host, whose cores have no rate here, what goes there and comes back."""
+        """Seconds of the optimizer's update; on the host, whose cores have no rate here, only those of the copies."""
         ours, rate = self.job.ours, self.gpu.hardware.host_bytes_per_second
         if ours is None or not ours.updates_on_host:
             flops, peaks = ours.matrix_flops if ours is not None else (), self.gpu.hardware.peak_flops
@@ -462,9 +462,9 @@ class Step:
         return 0.0 if rate is None else updated * (FULL + ours.element) / rate
 
     def waits(self, dense: float, moe: float, head: float) -> float:
-        """What the pipeline waits at its ends, in micro-batches of the slowest position, given the seconds of one.
+        """The pipeline's idle time, in micro-batches of the slowest position, given the seconds of each part.
 
-        Of a job of ours by the order of its passes, of others by their schedule's closed form.
+        For a Roundtable config it is simulated with the order of passes, for a published row by a closed form.
         """
         job = self.job
         if job.ours is not None:
@@ -484,7 +484,7 @@ class Step:
 
 
 def best_last(n_layers: int, pp: int, head: float) -> int:
-    """Layers of the last position by which the slowest one is fastest; a head is worth ``head`` layers."""
+    """The number of layers of the last position that makes the slowest one fastest; a head costs ``head`` layers."""
 
     def slowest(last: int) -> float:
         return max(last + head, math.ceil((n_layers - last) / (pp - 1)))
@@ -493,5 +493,5 @@ def best_last(n_layers: int, pp: int, head: float) -> int:
 
 
 def cost(part: dict[str, float]) -> float:
-    """About how many seconds a part takes, to compare positions."""
+    """Roughly how many seconds a part takes, to compare pipeline positions."""
     return sum(part[name] * times for name, times in ROUGHLY.items()) or 1e-9

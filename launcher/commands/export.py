@@ -162,7 +162,7 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def other_tokenizer(folder: Path) -> str | None:
-    """The class with which AutoTokenizer changes the folder's tokenizer; None where it keeps tokenizer.json as it is."""
+    """The class with which AutoTokenizer changes the folder's tokenizer; None where it takes tokenizer.json as is."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 

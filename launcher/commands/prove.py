@@ -81,7 +81,7 @@ def prove_in(
     before: Callable[[], None] | None = None,
     timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> Outcome:
-    """The outcome of proving a shrunk config; all files go to ``folder``. ``before`` runs first in each rank (tests)."""
+    """The outcome of proving a shrunk config; ``folder`` gets its files. ``before`` runs first in each rank (tests)."""
     started = time.monotonic()
     n_samples = (steps + 3) * config.train.global_batch_size
     config = replace(config, data=write_documents(folder, config, n_samples))

@@ -199,7 +199,7 @@ def is_file(path: Path) -> bool:
 
 
 def _read_checkpoints(path: Path, location: str, run: RunSummary) -> None:
-    """Sets the number of checkpoints and the newest in ``run``; at a URL only the newest, which the run has recorded."""
+    """Sets the number of checkpoints and the newest in ``run``; at a URL only the newest that the run has recorded."""
     location = location.strip("\"'")
     if is_remote(location):
         newest = read_newest(path)
@@ -387,7 +387,7 @@ def short_name(run: RunSummary) -> str:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """For files in several runs, the name of each run's folder, with as many parent folders as make the names differ."""
+    """For files in several runs, the name of each run's folder, with as many parent folders as tell the runs apart."""
     parts = [Path(os.path.abspath(path)).parent.parts for path in paths]
     length = next(n for n in range(1, 999) if len({part[-n:] for part in parts}) == len(set(parts)))
     return ["/".join(part[-length:]) for part in parts]

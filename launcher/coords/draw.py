@@ -32,7 +32,7 @@ KINDS = ("sizes", "changes")
 
 
 def draw(title: str, measured: Mapping[Parametrization, Coordinates], slopes: Slopes) -> Figure:
-    """A column for each activation; rows: sizes under muP and the standard, then changes since step 0."""
+    """The figure: a column for each activation; rows: sizes under muP and standard, then changes since step 0."""
     columns = list(next(iter(measured.values())).sizes)
     rows: list[tuple[str, Parametrization]]
     rows = [(kind, each) for kind in KINDS for each in PARAMETRIZATIONS if each in measured]
@@ -68,7 +68,7 @@ def draw(title: str, measured: Mapping[Parametrization, Coordinates], slopes: Sl
 
 
 def draw_panel(axes: Axes, widths: tuple[int, ...], values_TW: np.ndarray, *, first: int) -> None:
-    """One activation under one parametrization, from ``first`` updates on."""
+    """Draws one activation under one parametrization: a line over the widths for each step from ``first`` on."""
     steps = len(values_TW) - 1
     for step in range(first, steps + 1):
         axes.plot(widths, values_TW[step], color=color_of(step, steps), marker="o", markersize=3.5, linewidth=1.4)
@@ -85,7 +85,7 @@ def draw_panel(axes: Axes, widths: tuple[int, ...], values_TW: np.ndarray, *, fi
 
 
 def share_limits(panels: list[Axes]) -> None:
-    """The same range of sizes in all of them, at least a decade: in a narrower one noise looks like growth."""
+    """Gives the panels one range of sizes, at least a factor of ten: in a narrower one noise looks like growth."""
     low = min(axes.get_ylim()[0] for axes in panels)
     high = max(axes.get_ylim()[1] for axes in panels)
     missing = max(1.2, 10 / (high / low)) ** 0.5

@@ -1,4 +1,4 @@
-"""What the sizes' growth with the width says: whether muP is right for an architecture and an optimizer."""
+"""The verdict of the coordinate check: whether activations keep their size over the width under muP."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,15 +7,15 @@ from launcher.coords.measure import Coordinates, Parametrization
 # Parametrization -> activation -> "sizes" or "changes" -> the power of the width by which it grows.
 Slopes = Mapping[Parametrization, Mapping[str, Mapping[str, float]]]
 
-STEEPEST = 0.3  # a power that is no growth: few widths, and means over few tokens, give 0.15 where there is none
-# Logits of the head and of routers fall with the root of the width at step 0, and so does what they get from changes of
-# their inputs, until their own updates outweigh it (Tensor Programs V, appendix D.1).
+STEEPEST = 0.3  # powers up to it are no growth: few widths, and means over few tokens, give 0.15 where there is none
+# Logits of the head and of routers fall with the root of the width at step 0, and so do their changes that come from
+# changed inputs, until the updates of their own weights outweigh these (Tensor Programs V, appendix D.1).
 STEEPEST_FALL_OF_SCORES = 0.75
 SCORES = ("logits", "router")
 
 
 def slopes_of(measured: Mapping[Parametrization, Coordinates]) -> Slopes:
-    """The powers after the last update."""
+    """The powers of the width by which each activation's size and change grow after the last update."""
     found: dict[Parametrization, dict[str, dict[str, float]]] = {}
     for name, coordinates in measured.items():
         updates = len(next(iter(coordinates.sizes.values()))) - 1
@@ -26,7 +26,7 @@ def slopes_of(measured: Mapping[Parametrization, Coordinates]) -> Slopes:
 
 
 def faults(slopes: Slopes) -> Iterator[str]:
-    """A line for each activation that does not keep its size, or its changes theirs, under muP."""
+    """A line for each activation whose size, or change, does not stay the same over the width under muP."""
     for name, powers in slopes["mup"].items():
         fall = STEEPEST_FALL_OF_SCORES if name in SCORES else STEEPEST
         for kind, power in powers.items():

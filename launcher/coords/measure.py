@@ -1,4 +1,4 @@
-"""What models of several widths compute in their first updates, and how large it is.
+"""The sizes of activations in models of several widths during their first updates.
 
 This is the coordinate check of Yang et al. 2022 (Tensor Programs V, arXiv:2203.03466, appendix D.1).
 Shape letters: B batch, S sequence, W widths, T updates made (from 0).
@@ -33,9 +33,9 @@ TOKENS_SEED = 1
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Mean |x| of each activation, at each width, after each number of updates: (T, W).
+    """Mean |x| of each activation, at each width, after each number of updates: arrays (T, W) by activation.
 
-    ``changes`` are the same of the differences from what was computed before the first update.
+    ``sizes`` are of the activations, ``changes`` of their differences from those before the first update.
     """
 
     widths: tuple[int, ...]
@@ -43,28 +43,28 @@ class Coordinates:
     changes: dict[str, np.ndarray]
 
     def slopes(self, values: dict[str, np.ndarray], updates: int) -> dict[str, float]:
-        """For each activation, the exponent of the power of the width by which it grows after so many updates.
+        """For each activation, the power of the width with which ``values`` grow, after so many updates.
 
-        It is that of the straight line of least squares through the logarithms.
+        It is the slope of the least-squares line through the logarithms.
         """
         x_W = np.log(self.widths)
         return {name: float(np.polyfit(x_W, np.log(values_TW[updates]), 1)[0]) for name, values_TW in values.items()}
 
 
 def small_relative(config: RunConfig) -> ModelConfig:
-    """The model as `roundtable prove` shrinks it for one process: the architecture at its narrowest, few layers.
+    """The model as `roundtable prove` shrinks it for one process: the narrowest one of its architecture, few layers.
 
-    Nothing is dropped: sizes are those of what is computed outside training, and updates need no noise.
+    Dropout is off: activations are measured outside of training, and updates need no noise.
     """
     small = replace(shrink(replace(config, parallel=ParallelConfig()), 1).model, **dict.fromkeys(DROPOUTS, 0.0))
     if small.moe is None or config.model.moe is None:
         return small
-    own = config.model.moe  # a proof makes its auxiliary losses strong
+    own = config.model.moe  # shrinking for a proof strengthens the auxiliary losses
     return replace(small, moe=replace(small.moe, balance=own.balance, z_loss=own.z_loss))
 
 
 def widened(small: ModelConfig, d_model: int, base: int, parametrization: Parametrization) -> ModelConfig:
-    """``small`` with a residual stream of ``d_model``: more heads, as wide ones; wider feed-forward layers and experts.
+    """``small`` widened to ``d_model``: more heads of the same width, and wider feed-forward layers and experts.
 
     ``base`` is the narrowest width, where both parametrizations are the same model.
     """
@@ -102,10 +102,10 @@ def measure(
     seed: int,
     tell: Callable[[int], None] = lambda width: None,
 ) -> Coordinates:
-    """The sizes over ``steps`` updates at the optimizer's learning rate, on the same random tokens in every model.
+    """The activations' sizes over ``steps`` updates at the optimizer's learning rate, on the same tokens in each model.
 
-    ``models`` differ in their widths alone. Gradients are not clipped: a norm grows with the number of weights.
-    ``tell`` is called with each width before it is trained.
+    ``models`` differ only in their widths. Gradients are not clipped, since their norm grows with the number of
+    weights. ``tell`` is called with each width before that model is trained.
     """
     rule = replace(optimizer, clip_norm=None)
     columns = []
@@ -142,7 +142,7 @@ def trained_sizes(
 
 
 def kind_of(name: str) -> str:
-    """What a layer's output is called among the others of its kind: "attention" of "layers.3.attention"."""
+    """The kind of an activation, by which it is averaged over layers: "attention" for "layers.3.attention"."""
     return name.rpartition(".")[2]
 
 
@@ -153,7 +153,7 @@ def mean_size(tensors: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def activations(model: Decoder, batch: PlainBatch) -> dict[str, Tensor]:
-    """What the modules put out, the routers' logits and the head's, for one batch."""
+    """The outputs of the recorded modules, the routers' logits and the head's logits for one batch, by name."""
     found: dict[str, Tensor] = {}
     with ExitStack() as stack:
         stack.callback(record_outputs(model, found.__setitem__))
@@ -168,7 +168,7 @@ def activations(model: Decoder, batch: PlainBatch) -> dict[str, Tensor]:
 
 
 def keep_logits(found: dict[str, Tensor], name: str) -> Callable[[Any, Any, Any], None]:
-    """A hook of a router."""
+    """A forward hook for a router that stores its logits in ``found`` under ``name``."""
 
     def keep(_: Any, __: Any, routing: Any) -> None:
         found[name] = routing.logits_TE
@@ -177,10 +177,10 @@ def keep_logits(found: dict[str, Tensor], name: str) -> Callable[[Any, Any, Any]
 
 
 def random_batch(vocab_size: int, seq_len: int) -> PlainBatch:
-    """SEQUENCES sequences of random tokens: the same ones at every width, and in every update.
+    """SEQUENCES sequences of random tokens, the same ones at every width and in every update.
 
-    As in language a token's frequency is in proportion to the inverse of its rank (Zipf): an update that many tokens
-    share shows its power of the width at the widths that are tried, and what each alone adds is noise of a lower power.
+    As in language a token's frequency is inversely proportional to its rank (Zipf). Updates from tokens that occur
+    often show their power of the width already at small widths, where those of rare tokens are noise of a lower power.
     """
     generator = torch.Generator().manual_seed(TOKENS_SEED)
     weights_V = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""The page of prepared data: what came in, what was kept, and what the tokenizer makes of it."""
+"""The HTML page about prepared data: documents read, kept and dropped, and the tokenizer's efficiency."""

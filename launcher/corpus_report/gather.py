@@ -1,4 +1,4 @@
-"""Everything that the page shows of prepared data, read from token files, manifests and cleaned texts."""
+"""The facts on the page about prepared data, read from token files, manifests and cleaned texts."""
 
 import json
 import re
@@ -18,29 +18,29 @@ from data.tokenfile import TokenFile
 from data.tokenizer import load_fast
 from launcher.errors import UserError
 
-MOST_COUNTED = 10_000_000  # documents of a source whose lengths are looked at
+MOST_COUNTED = 10_000_000  # documents of a source whose lengths are counted
 MEASURED = 100  # documents of a source, evenly spaced, whose words are counted
-MOST_TOKENS = 20_000  # of each of these
-BINS = 32  # lengths from 2^n to 2^(n+1) - 1 tokens
+MOST_TOKENS = 20_000  # tokens of each of these that are decoded
+BINS = 32  # bin n counts lengths from 2^n to 2^(n+1) - 1 tokens
 SHOWN = 4  # samples of each reason and source
 WORD = re.compile(r"\w+")
 
 
 @dataclass
 class SourceFacts:
-    """A source as its page has it. Texts stand as they were read: whoever shows them escapes them."""
+    """The facts on one source. Texts are as they were read, so they must be escaped where they are shown."""
 
     name: str
     path: str
     n_train: int = 0  # tokens
     n_heldout: int = 0
-    n_documents: int = 0  # that are in token files
-    n_read: int = 0  # that came in
+    n_documents: int = 0  # documents in token files
+    n_read: int = 0  # documents that were read, dropped ones included
     dropped: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # documents by the bin of their length
-    n_measured: int = 0  # documents behind the two below
+    lengths: list[int] = field(default_factory=list)  # the number of documents in each bin of lengths
+    n_measured: int = 0  # documents from which the two means below are taken
     tokens_per_word: float | None = None
     bytes_per_token: float | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -48,17 +48,17 @@ class SourceFacts:
 
 @dataclass
 class CorpusFacts:
-    """What the report shows of all sources, and the copies among them."""
+    """The facts on all sources, and on copies of documents among them."""
 
     name: str
     sources: list[SourceFacts]
-    copies: list[dict[str, Any]]  # of, kept_in, reason, documents: the numbers of sources
-    group_sizes: dict[int, int]  # documents of a group of copies -> groups
+    copies: list[dict[str, Any]]  # keys: of and kept_in (numbers of sources), reason, documents
+    group_sizes: dict[int, int]  # size of a group of copies -> number of such groups
     copy_samples: list[dict[str, Any]]
 
 
 def gather(name: str, config: DataConfig, prepared: Prepared) -> CorpusFacts:
-    """Reads indices of token files, a few documents of each source, and what cleaning recorded."""
+    """The facts on prepared data, from token files' indices, a few documents of each source, and cleaning's records."""
     names = source_names(config)
     sources = [_source(names[n], n, part, prepared, config) for n, part in enumerate(prepared.sources)]
     facts = CorpusFacts(name, sources, [], {}, [])
@@ -117,7 +117,7 @@ def _lengths(files: Sequence[TokenFile]) -> list[int]:
 
 
 def _measure(facts: SourceFacts, files: Sequence[TokenFile], tokenizer: Path) -> None:
-    """How many tokens the tokenizer takes for a word, over a few documents."""
+    """Sets the mean tokens per word and bytes per token in ``facts``, from about MEASURED documents."""
     fast, n_documents = load_fast(tokenizer), sum(file.n_documents for file in files)
     step = max(1, n_documents // MEASURED)
     n_tokens = n_words = n_bytes = before = 0

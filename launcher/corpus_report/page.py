@@ -1,4 +1,4 @@
-"""The page of prepared data: tables, bars and samples as HTML, histograms by a script, all in one file."""
+"""The HTML page about prepared data: tables, bars and samples, with histograms by a script, all in one file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ SECTIONS = HEAD | {"copies": "Copies", "tokens": "Tokens and the tokenizer", "sa
 
 
 def render(facts: CorpusFacts, made: str) -> str:
-    """The page as text; ``made`` says when."""
+    """The page as HTML text; ``made`` is the time that it names."""
     title = text(facts.name)
     library = (SHARED / "uplot.min.js").read_text(encoding="utf-8")
     own = f'(() => {{\n"use strict";\n{(FILES / "corpus.js").read_text(encoding="utf-8")}}})();\n'
@@ -41,7 +41,7 @@ def render(facts: CorpusFacts, made: str) -> str:
 
 
 def _payload(facts: CorpusFacts) -> str:
-    """What the script draws, as JSON that cannot end its element."""
+    """The data of the histograms as JSON, with ``<`` escaped so that it cannot end its script element."""
     last = max((n for each in facts.sources for n, count in enumerate(each.lengths) if count), default=0)
     lengths = [{"name": escaped(each.name), "counts": each.lengths[: last + 1]} for each in facts.sources]
     sizes = sorted(facts.group_sizes)
@@ -63,19 +63,19 @@ def _body(facts: CorpusFacts) -> Iterator[str]:
 
 
 def swatch(number: int) -> str:
-    """HTML of a patch in the source's colour."""
+    """HTML of a small patch in the colour of the source with this number."""
     return f'<i class="swatch run-{number % N_COLORS}"></i>'
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose cells are HTML, and which scrolls within itself where it is too wide."""
+    """HTML of a table whose cells are HTML already; it scrolls by itself where it is too wide."""
     head = "".join(f"<th scope=col>{text(title)}</th>" for title in titles)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, str, int]]) -> str:
-    """Bars beside each other: label, length, what it says, colour."""
+    """HTML of a bar chart; each row is (label, length, text on the bar, colour's number)."""
     most = max((value for _, value, _, _ in rows), default=0) or 1
     lines = "".join(
         f'<div class="bar"><span>{text(label)}</span><b>{text(told)}</b>'
