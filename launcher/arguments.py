@@ -1,4 +1,4 @@
-"""The arguments and options that several commands have."""
+"""The command-line arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated

@@ -68,7 +68,7 @@ def evaluate(
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Print a checkpoint's loss on held-out data or on a file of text, or what it comes to on tasks."""
+    """Print a checkpoint's loss on held-out data or on a file of text, or its scores on tasks."""
     of_tasks = {"--limit": limit, "--shots": shots, "--seed": seed, "--out": out}
     of_tasks["--allow-task-code"] = allow_task_code or None
     if tasks is not None:
@@ -245,7 +245,7 @@ def inspect(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Look into a pass of some text: attention maps, routers' choices, what each layer would predict."""
+    """Show what a forward pass of some text computes: attention maps, routers' choices, each layer's predictions."""
     from launcher.commands.inspect import inspect_checkpoint
     from launcher.inspection.asked import Wishes
 

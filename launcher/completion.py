@@ -16,7 +16,7 @@ from data.partial import is_partial
 RUNS_DIR = "runs"
 SHELLS = ("bash", "zsh", "fish")
 PLAIN = re.compile(r"[\w.,+@%/-]+")
-MOST = 500  # offers; nobody reads more
+MOST = 500  # completions that are offered at most; nobody reads more
 
 
 def offer_files(incomplete: str) -> list[str]:

@@ -8,7 +8,7 @@ from launcher.errors import UserError
 OPEN_FILES = 128  # of a process, beside those for each rank
 OPEN_FILES_OF_A_RANK = 4  # of the process that hosts the others' connections
 TASKS = 16  # processes and threads of a user, beside those of each rank
-TASKS_OF_A_RANK = 20  # torch's, gloo's and our own threads
+TASKS_OF_A_RANK = 20  # threads of torch, gloo and Roundtable
 MOST_LOCAL_RANKS = 1024  # processes that one machine is asked for; each is a whole Python with torch
 ADDRESS_SPACE_GIB = 4  # torch and its threads reserve far more than they use
 
@@ -59,7 +59,7 @@ def keep_others_from_writing() -> None:
 
 
 def _raised(limit: int) -> int | None:
-    """The soft limit, after raising it to the hard one; None where there is none."""
+    """The soft limit, after raising it to the hard one; None where it is unlimited."""
     soft, hard = resource.getrlimit(limit)
     if soft != hard and soft != resource.RLIM_INFINITY:
         try:

@@ -1,4 +1,4 @@
-"""A folder that is needed for a while, on the disk that TMPDIR names."""
+"""Temporary folders on the disk that TMPDIR names."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Which documents and tokens of a recorded step made its loss and its gradient."""
+"""Measuring how much each document and token of a recorded step contributed to its loss and its gradient."""

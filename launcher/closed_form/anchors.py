@@ -159,7 +159,7 @@ def figure(anchor: Anchor, plan: dict[str, Any], seconds: float) -> float:
 
 
 def anchor_rows() -> list[str]:
-    """The table of anchors as lines of Markdown, with the constants that come with this version."""
+    """The table of well-known runs as lines of Markdown, planned with the constants of files/constants.yaml."""
     lines = [
         "## Runs that everybody knows",
         "",

@@ -26,7 +26,7 @@ STUDENT = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.372)
 
 @dataclass
 class Case:
-    """A row that can be planned, with its amounts."""
+    """A published row that can be planned, with its job, its amounts of work, and what was measured."""
 
     row: Mapping[str, Any]
     publisher: str

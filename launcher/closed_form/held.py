@@ -34,7 +34,7 @@ Stages = tuple[tuple[LayerHeld, ...], ...]  # of one position
 
 
 def most_held(stages: Sequence[Sequence[LayerHeld]], moments: Sequence[Moment]) -> float:
-    """What a position of these stages holds at the worst of the moments."""
+    """The most that a position with these stages holds at any of the moments."""
     return max(held_at(stages, each) for each in moments)
 
 

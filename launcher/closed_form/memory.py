@@ -17,7 +17,7 @@ SCORES = 5  # bytes of a score that are kept for the backward pass: softmax, dro
 LOGIT_BYTES = 10  # of a logit: in 16 bits, in fp32, and its gradient
 LOGIT_BYTES_EAGER = 12  # without a fused kernel for the loss
 SELECTIVE = 0.42  # share of activations kept: attention's output and every other product (torchtitan, arXiv 2410.06511)
-# name -> (where the fit begins, standard deviation of its logarithm, meaning)
+# name -> (initial value in the fit, standard deviation of its logarithm, meaning)
 MEMORY_CONSTANTS: dict[str, tuple[float, float, str]] = {
     "reserved": (1.03, 0.03, "what the allocator takes, over what tensors hold"),
     "outside": (2.0, 0.30, "GiB of CUDA's context, the libraries' work space and NCCL's buffers"),

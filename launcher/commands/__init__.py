@@ -1,1 +1,1 @@
-"""The commands, a file each."""
+"""The commands of `roundtable`, one file for each."""

@@ -136,7 +136,7 @@ def opened(path: str, last: int | None) -> Iterator[Trained]:
 
 
 def numbers_of(weights: str | None, count: int) -> list[float]:
-    """Each checkpoint's weight in the mean. Raises UserError where ``weights`` are not as many positive numbers."""
+    """The weight of each checkpoint in the mean, 1 without ``weights``. Raises UserError unless these are ``count``."""
     if weights is None:
         return [1.0] * count
     try:
@@ -173,7 +173,7 @@ def unlike_problems(members: Sequence[Trained]) -> Iterator[str]:
 
 
 def vocab_of(trained: Trained) -> dict[str, int] | None:
-    """The tokenizer's tokens and their ids; None where there is none."""
+    """The ids of the checkpoint's tokenizer by token; None where it has no tokenizer."""
     if trained.tokenizer is None:
         return None
     with naming_tokenizer(trained.checkpoint, "CHECKPOINT") as found:

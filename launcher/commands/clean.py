@@ -50,7 +50,7 @@ TOKENIZER = "tokenizer-"
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder or file that nothing needs."""
+    """A folder that no run needs: its path, what it is in words, and its size on disk in bytes."""
 
     path: Path
     what: str
@@ -327,7 +327,7 @@ def _remove(path: Path) -> bool:
 def _lock_of_run(path: Path) -> Iterator[bool]:
     """Locks the run that a checkpoint's folder lies in, until the block ends, and yields whether that was possible.
 
-    Yields True without a lock for a folder outside of a run's checkpoints.
+    Yields True without locking where the folder is not a run's checkpoint, or the run has no lock file.
     """
     lock = path.parent.parent / LOCK
     if path.parent.name != CHECKPOINTS or not lock.is_file():

@@ -54,7 +54,7 @@ class Difference:
 def show_difference(names: tuple[str, str], *, as_json: bool) -> int:
     """Prints the first step at which the data of the two runs differ; returns 0 where none does, else 1.
 
-    Raises UserError where a run is none or has no sound record, and DataError where a token file is gone.
+    Raises UserError where a run does not exist or has no sound record, and DataError where a token file is gone.
     """
     runs = open_run(names[0]), open_run(names[1])
     n_same, found, untrained = compare(*runs)

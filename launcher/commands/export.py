@@ -162,7 +162,7 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def other_tokenizer(folder: Path) -> str | None:
-    """The class with which AutoTokenizer changes the folder's tokenizer; None where it takes tokenizer.json as is."""
+    """The class by which AutoTokenizer loads another tokenizer from the folder; None where it takes tokenizer.json."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 

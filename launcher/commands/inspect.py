@@ -97,7 +97,7 @@ def open_tokenizer(path: str, trained: Trained) -> Any:
 
 
 def token_limit(wishes: Wishes, trained: Trained) -> int:
-    """The most tokens of a text: --max-tokens, or fewer where learned positions end before."""
+    """The most tokens of a text that are read: --max-tokens, or fewer where the learned positions are fewer."""
     rows = trained.config.model.max_positions
     return wishes.max_tokens if rows is None else min(wishes.max_tokens, rows)
 

@@ -27,7 +27,7 @@ GPU = "H100"  # planned for where neither the command nor the config names a GPU
 
 @dataclass(frozen=True)
 class Shown:
-    """How a plan is shown."""
+    """How a plan is printed: as text or JSON, with what price, and with which picture."""
 
     as_json: bool
     price: float | None = None  # of a GPU-hour

@@ -144,7 +144,7 @@ def draw_runs(runs: Sequence[Curves], x: Axis) -> Figure:
 
 
 def _limits(runs: Sequence[Curves], x: Axis) -> tuple[float, float]:
-    """From the first step or token of any run to the last, with a margin."""
+    """The limits of the horizontal axis: the first and the last step (or token) of any run, with a margin."""
     at_N = np.concatenate([run.updates["step" if x == "steps" else "tokens"] for run in runs])
     low, high = (float(np.nanmin(at_N)), float(np.nanmax(at_N))) if np.isfinite(at_N).any() else (0.0, 1.0)
     margin = max(0.01 * (high - low), 1.0)
@@ -193,7 +193,7 @@ def _thin(at_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _dress(axes: Axes, panel: Panel, x: Axis) -> None:
-    """Titles, grid and the numbers along the axes."""
+    """Sets a panel's title, grid, scale, and the numbers along its axes."""
     axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("step" if x == "steps" else "tokens", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))

@@ -152,7 +152,7 @@ def conclude(config: RunConfig, outcome: Outcome, bad_nodes: str | None, *, json
 
 
 def name_of_this_one() -> str:
-    """The name of this outcome's file: the Slurm job, start and step, or the time of day outside of Slurm."""
+    """The name of this outcome's file: the Slurm job, start and step, or the date and time outside of Slurm."""
     if "SLURM_JOB_ID" in os.environ:
         restart, step = number("SLURM_RESTART_COUNT", default=0), number("SLURM_STEP_ID", default=0)
         return f"job-{number('SLURM_JOB_ID')}-start-{restart}-step-{step}"

@@ -359,7 +359,7 @@ def layout_words(config: Mapping[str, str], start: Mapping[str, Any]) -> str | N
 
 
 def print_table(found: list[RunSummary]) -> None:
-    """Prints the runs as a table, with fewer columns on a narrow terminal; below it, where runs run and problems."""
+    """Prints the runs as a table, with fewer columns on a narrow terminal; then a line on each running or bad one."""
     console = wide_console()
     wide = console.width >= 110
     titles = ["run", "state", ">step", ">loss", ">held out", ">size", ">changed" if wide else ">ago"]

@@ -48,7 +48,7 @@ class Key:
 
 @cache
 def meanings(section: type) -> dict[str, str]:
-    """Field to the comment beside it, or right above it, in the section's source; "" where there is none."""
+    """The comment of each field in the section's source, beside it or right above it; "" where there is none."""
     source = textwrap.dedent(inspect.getsource(section))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}

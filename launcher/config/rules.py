@@ -92,7 +92,7 @@ def _more_than_all(model: ModelConfig) -> int:
 
 
 def _check_names(config: RunConfig) -> Iterator[str]:
-    """The run's name and directory can be a path."""
+    """The run's name is that of one folder, and its paths can be used on this machine."""
     name = config.name
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         letters = "".join(letter if letter.isprintable() and letter not in "/\\" else "-" for letter in name).strip(
@@ -117,7 +117,7 @@ def _check_names(config: RunConfig) -> Iterator[str]:
 
 
 def _check_attention(config: RunConfig) -> Iterator[str]:
-    """Heads divide evenly, and rotary embedding, where there is one, finds channels in pairs."""
+    """Heads divide evenly, and with rotary embedding each head has an even number of channels."""
     model = config.model
     d_model, n_heads, n_kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head
     if min(d_model, n_heads, n_kv_heads, 1 if d_head is None else d_head) < 1:
@@ -142,7 +142,7 @@ def _check_attention(config: RunConfig) -> Iterator[str]:
 
 
 def _check_turning_part(model: ModelConfig) -> Iterator[str]:
-    """A fraction of a head's channels is a number of pairs."""
+    """The rotated fraction of a head's channels is an even number, since channels are rotated in pairs."""
     turning = model.rope_dim
     if turning < 2 or turning % 2:
         fitting = max(2, 2 * (turning // 2)) / model.head_dim
@@ -321,7 +321,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _check_tasks(config: RunConfig) -> Iterator[str]:
-    """A line where tasks are asked for and no tokenizer can be had."""
+    """A line where evaluation on tasks is configured, but the run has no tokenizer."""
     data = config.data
     has_text = not data.sources or not all(_is_token_prefix(source.path) for source in data.sources)
     if config.train.eval_tasks and data.tokenizer is None and not has_text:

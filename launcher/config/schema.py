@@ -33,7 +33,7 @@ def alternatives(hint: Any) -> tuple[type, ...]:
 
 
 def is_nullable(hint: Any) -> bool:
-    """Whether null is allowed."""
+    """Whether ``hint`` allows null."""
     return types.NoneType in members(hint)
 
 

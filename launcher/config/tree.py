@@ -1,4 +1,4 @@
-"""The config tree: the four packages' dataclasses composed into one. Each number's type says where it may lie."""
+"""The config tree: the four packages' dataclasses composed into one. Each number's type states its legal range."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -18,7 +18,7 @@ from launcher.config.secrets import mask
 from launcher.config.words import cut, show
 from launcher.errors import UserError
 
-# Reading what reaches one of these takes about a second; a config has a hundredth of it.
+# Limits with which reading takes at most about a second; a usual config has a hundredth of them.
 MAX_BYTES = 262_144
 MAX_LEVELS = 32
 MAX_VALUES = 8_000  # lists, maps, keys and plain values, with the aliases written out
@@ -76,7 +76,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _syntax_problem(error: Exception) -> tuple[int | None, str]:
-    """The line (from 1) and the words of a syntax error."""
+    """The line (from 1, or None if unknown) and the message of a syntax error."""
     mark = getattr(error, "problem_mark", None) if isinstance(error, MarkedYAMLError) else None
     line = None if mark is None else mark.line + 1
     text = _first_line(error)
