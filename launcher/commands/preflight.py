@@ -1,5 +1,6 @@
 """`roundtable preflight CONFIG`: measures the nodes that it runs on, and names those that a run should not use."""
 
+import contextlib
 import json
 import os
 import time
@@ -44,16 +45,18 @@ def preflight_config(
 
     0: no bad node; 1: rank 0 found bad nodes, or there is no verdict. Rank 0 prints the table, keeps all measurements
     in RUN_DIR/preflight/, and writes the names of the bad nodes into the file ``bad_nodes``, one a line, also where
-    there are none. Without a verdict that file is not written.
+    there are none. Without a verdict there is no such file: one of an earlier run is removed before anything is
+    measured.
     """
     job_size = world_size_from_environment()
     if job_size is None:
         check_local_ranks(ranks)
         config = read_config(path, overrides)
         check_new_list(bad_nodes)
+        remove_old_list(bad_nodes)
         outcome = measure_here(config, ranks or default_ranks())
     elif ranks is None or ranks == job_size:
-        config, outcome = measure_job(path, overrides)
+        config, outcome = measure_job(path, overrides, bad_nodes)
     else:
         raise UserError(
             [f"--ranks={ranks} must equal the job's {job_size} processes; leave it out under srun or torchrun"]
@@ -72,7 +75,7 @@ def measure_here(config: RunConfig, n_ranks: int) -> Outcome | int:
         return 1
 
 
-def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcome | int]:
+def measure_job(path: Path, overrides: Sequence[str], bad_nodes: str | None) -> tuple[RunConfig, Outcome | int]:
     """The config, and this rank's result in the job's measurement: the outcome on rank 0, an exit code on others.
 
     Every rank of the job must call it. A rank that cannot read the config where others can has a broken node; a config
@@ -87,6 +90,8 @@ def measure_job(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Outcom
     except UserError as error:
         problems = error.problems
     set_rank_environment()
+    if os.environ["RANK"] == "0":
+        remove_old_list(bad_nodes)
     try:
         return config, measure(config, rank_hosts(), problems) or 0
     except RollCallError as error:
@@ -114,6 +119,16 @@ def check_new_list(path: str | None) -> None:
     rule = rule or why_not_writable(Path(path).parent)
     if rule is not None:
         raise UserError([f"--bad-nodes={path} {rule}; choose another file"])
+
+
+def remove_old_list(path: str | None) -> None:
+    """Removes an earlier run's list of bad nodes, so that nobody takes it for this run's if there is no verdict.
+
+    A list that cannot be removed cannot be written either, which ``conclude`` reports.
+    """
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def measure(config: RunConfig, hosts: Sequence[str] | None = None, problems: Sequence[str] = ()) -> Outcome | None:

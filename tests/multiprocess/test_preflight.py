@@ -106,6 +106,15 @@ def test_a_machine_alone_is_measured_by_the_command(tmp_path, monkeypatch, capsy
     assert kept.suffix == ".json"
 
 
+def test_an_earlier_list_of_bad_nodes_is_gone_where_there_is_no_verdict(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("name: alone\n")
+    (tmp_path / "bad").write_text("n7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launcher.commands.preflight.measure_here", lambda config, n_ranks: 1)
+    assert main(["preflight", "config.yaml", "--ranks", "2", "--bad-nodes", "bad"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 @pytest.mark.parametrize(("bad", "rule"), [("", "must not be empty"), ("folder", "must be a file, and is a folder")])
 def test_a_list_that_cannot_be_written_is_refused_before_anything_is_measured(bad, rule, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("name: alone\n")
