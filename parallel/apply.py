@@ -1,4 +1,4 @@
-"""From the built model and the mesh to this rank's part of it, in a written order."""
+"""Builds this rank's part of the model, cut and connected to the other ranks as the mesh says, in a written order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -50,14 +50,15 @@ def build_part(
     weights_stay: bool = True,
     copies: Copies | None = None,
 ) -> Decoder:
-    """This rank's part of the decoder, its weights zero. All ranks call it.
+    """This rank's part of the decoder, with all weights zero. All ranks call it.
 
-    1. the whole model on the meta device, of which this rank's stages stay; 2. weights cut by the layout table, and
-    made one by one (``adopt`` takes each: under ZeRO 3 it is partitioned at once); 3. how layers multiply by their
-    weights; 4. tensor parallelism; 5. the attention core, context parallelism's where there is some; 6. expert
-    parallelism, and sums over the ranks that share sequences; 7. how chains of elementwise work are computed; 8.
-    recomputation. ``sizes`` cut the work of 4. to 6. ``weights_stay``: as ``apply_recompute`` has it.
-    ``copies``: how what layers keep for their backward passes goes to the host; None: it stays on the device.
+    1. The whole model is built on the meta device, and this rank's pipeline stages are kept. 2. Weights are cut by the
+    layout table and allocated one by one; ``adopt`` takes each at once (ZeRO 3 partitions it there). 3. ``products``
+    sets how layers multiply by their weights. 4. Tensor parallelism. 5. The attention core, which communicates under
+    context parallelism. 6. The expert dispatch, and sums over the ranks that share sequences. 7. ``fuse`` sets how
+    chains of elementwise work are computed. 8. Recomputation. ``sizes`` says how much of 4. to 6. is computed at once.
+    ``weights_stay``: weights stay in memory from the forward to the backward pass (not under ZeRO 3). ``copies``: how
+    saved activations are copied to the host and back; None: they stay on the device.
     """
     model = whole_decoder(config)
     keep_parts(model, rank_parts(config, parallel.pipeline, mesh.pp.degree, mesh.pp.rank))
@@ -98,7 +99,7 @@ def build_part(
 def make_weights(
     model: Decoder, layout: Layout, mesh: Mesh, dtype: torch.dtype, adopt: Callable[[nn.Parameter, Place], None]
 ) -> None:
-    """Replaces each meta weight by zeros in the shape that this rank holds; ``adopt`` takes each as it is made."""
+    """Replaces each meta weight by zeros in the shape that this rank holds, and passes each to ``adopt`` at once."""
 
     def zeros(name: str, shape: torch.Size) -> nn.Parameter:
         place = layout[name]
@@ -112,11 +113,12 @@ def make_weights(
 def connect_experts(
     moe: MoE, mesh: Mesh, row_multiple: int | None, *, overlap: bool, chunks: int = 1, weights_stay: bool
 ) -> None:
-    """Dispatch over ep, and balance losses summed over the ranks that share sequences.
+    """Gives ``moe`` its dispatch over ep, and sums of balance losses over the ranks that share sequences (tp, cp).
 
-    ``overlap``: the shared expert is computed while tokens travel; not under ZeRO 3, where it is the last of a layer
-    for its weights' sake: what was gathered for it last in the forward pass is there when recomputation begins.
-    ``chunks``: into so many a rank's experts are cut.
+    ``overlap``: the shared expert is computed while tokens travel. Not under ZeRO 3 (``weights_stay`` is False): there
+    it stays the last part of a layer, so that its weights, gathered last in the forward pass, are still in memory when
+    recomputation begins. ``chunks``: the number of parts into which a rank's experts are cut. ``row_multiple``: an
+    expert's rows are padded to a multiple of it; None: what is fast on the device.
     """
     if mesh.ep.degree > 1:
         moe.sender.dispatch = make_dispatch(mesh.ep, row_multiple, overlap=overlap, chunks=chunks)

@@ -1,7 +1,8 @@
-"""Collectives, most of them differentiated by autograd: what ranks hold before and after, and the bytes a rank sends.
+"""Collectives over one axis of the mesh, most of them differentiable by autograd.
 
-n is the degree of the axis and x the bytes of the larger of input and output; an axis of degree 1 sends nothing.
-Shape letters: B batch, S sequence, D d_model, R rows.
+Each docstring says what the ranks hold before and after, and the bytes that one rank sends. There n is the degree of
+the axis and x the bytes of the larger of input and output; an axis of degree 1 sends nothing. All ranks of the axis
+call each collective, in the same order. Shape letters: B batch, S sequence, D d_model, R rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,29 +17,36 @@ from parallel.mesh import Axis
 
 
 def gather_sequence(hidden_BSD: Tensor, axis: Axis) -> Tensor:
-    """From this rank's part of the positions to all of them. Backward: gradients summed and cut (reduce-scatter).
+    """All positions, gathered from the ranks' parts (all-gather); the backward pass reduce-scatters the gradients.
 
-    Before: (B, S/n, D), another part on each rank. After: (B, S, D), the same on all. Bytes each way: x (n-1)/n.
+    Before: (B, S/n, D), another part of the positions on each rank. After: (B, S, D), the same on all ranks. Bytes each
+    way: x (n-1)/n.
     """
     return hidden_BSD if axis.degree == 1 else _GatherSequence.apply(hidden_BSD, axis)
 
 
 def scatter_sum_sequence(partial_BSD: Tensor, axis: Axis) -> Tensor:
-    """From partial sums over all positions to the whole sums of this rank's part. Backward gathers.
+    """The sum over the ranks at this rank's part of the positions (reduce-scatter); the backward pass all-gathers.
 
-    Before: (B, S, D), a summand on each rank. After: (B, S/n, D). Bytes each way: x (n-1)/n.
+    Before: (B, S, D), a summand on each rank. After: (B, S/n, D), the whole sum at another part of the positions on
+    each rank. Bytes each way: x (n-1)/n.
     """
     return partial_BSD if axis.degree == 1 else _ScatterSumSequence.apply(partial_BSD, axis)
 
 
 def sum_forward(values: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis; each rank's gradient is that of its own summand. Bytes, forward only: 2 x (n-1)/n."""
+    """The sum over the axis (all-reduce), whose gradient is passed to each rank's summand as it is.
+
+    Before: a summand on each rank. After: the same sum on all; all must compute the same from it. Bytes, forward alone:
+    2 x (n-1)/n.
+    """
     return values if axis.degree == 1 else _SumForward.apply(values, axis)
 
 
 def sum_both_ways(values: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, of which each rank goes on with another function; so the gradients are summed too.
+    """The sum over the axis (all-reduce), where each rank computes something else from it; gradients are summed too.
 
+    Before: a summand on each rank. After: the same sum on all; in the backward pass, the sum of all ranks' gradients.
     Bytes each way: 2 x (n-1)/n.
     """
     return values if axis.degree == 1 else _SumBothWays.apply(values, axis)
@@ -47,20 +55,20 @@ def sum_both_ways(values: Tensor, axis: Axis) -> Tensor:
 Watch = Callable[["RowExchange", Literal["begun", "waited for"]], None]
 
 
-UnderWay = tuple[dist.Work | None, Tensor, Tensor]  # a collective, what it was given, and the memory for what comes
+UnderWay = tuple[dist.Work | None, Tensor, Tensor]  # a collective that was started, its input, and its output's memory
 
 
 class SequenceGather:
-    """``gather_sequence`` in two calls: what is made between them is differentiated while gradients are on their way.
+    """``gather_sequence`` in two calls; nodes made between them are differentiated during the reduce-scatter.
 
         gather = SequenceGather(axis)
         hidden_BSD = gather.begin(hidden_BSD)  # all positions
         ...                                    # nodes that have nothing to do with the hidden states
         hidden_BSD = gather.end(hidden_BSD)
 
-    Autograd goes through nodes that are ready in the opposite order of their making, so the backward pass begins the
-    reduce-scatter at ``end``, goes on with what lies between where that is ready, and waits at ``begin``. The forward
-    pass gathers at ``begin``, where it waits. Once for each forward pass, on an axis of degree 2 or more.
+    Autograd runs nodes that are ready in the opposite order of their making. So the backward pass starts the
+    reduce-scatter at ``end``, runs the nodes made in between if they are ready, and waits at ``begin``. The forward
+    pass gathers at ``begin``, and waits there. One object serves one forward pass, on an axis of degree 2 or more.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -68,20 +76,20 @@ class SequenceGather:
         self.under_way: UnderWay | None = None
 
     def begin(self, part_BSD: Tensor) -> Tensor:
-        """From this rank's part of the positions to all of them."""
+        """All positions (B, S, D), gathered from the ranks' parts (B, S/n, D). Bytes each way: x (n-1)/n."""
         return _BeginGather.apply(part_BSD, self)
 
     def end(self, whole_BSD: Tensor) -> Tensor:
-        """What ``begin`` gave, for those who differentiate by it."""
+        """What ``begin`` returned, as a node whose backward pass starts the reduce-scatter of the gradient."""
         return _EndGather.apply(whole_BSD, self)
 
     def start(self, grad_BSD: Tensor) -> None:
-        """Begins to sum and cut the gradient."""
+        """Starts the reduce-scatter of a gradient (B, S, D), of which each rank holds a summand."""
         assert self.under_way is None, "a gradient begins its way twice"
         self.under_way = _begin_reduce_scatter(grad_BSD.contiguous(), self.axis, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sum at this rank's part of the positions. On NCCL the current stream waits, not the host."""
+        """The summed gradient at this rank's positions (B, S/n, D). On NCCL the current stream waits, not the host."""
         assert self.under_way is not None, "a gradient ends its way before it has begun it"
         (work, _, result), self.under_way = self.under_way, None
         if work is not None:
@@ -92,11 +100,11 @@ class SequenceGather:
 class RowExchange:
     """One all-to-all of rows in two calls, between which other work is done while the rows are on their way.
 
-    The first ``sent[0]`` rows go to the axis's rank 0, and so on; ``received`` says what comes. The same object takes
-    rows there in one pass and their gradients back in the other one. ``async_op`` false: ``start`` waits at once. What
-    travels is held until ``wait``; on NCCL that is a wait of the current stream, not of the host. ``watch`` is called
-    when rows have begun their way, and when they are waited for. Bytes: those of the rows that leave this rank, each
-    way.
+    Before: this rank holds ``sum(sent)`` rows, of which the first ``sent[0]`` go to the axis's rank 0, and so on.
+    After: ``sum(received)`` rows, the first ``received[0]`` from rank 0, and so on. The same object sends rows in one
+    pass and their gradients back in the other one. With ``async_op`` False, ``start`` waits at once. Input and output
+    are held until ``wait``; on NCCL the current stream waits there, not the host. ``watch`` is called when an exchange
+    has been started and when it is waited for. Bytes: those of the rows that leave this rank, each way.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class RowExchange:
         self.under_way: UnderWay | None = None
 
     def start(self, rows_RD: Tensor, result_RD: Tensor, *, back: bool = False) -> None:
-        """Begins the way of ``rows_RD`` into ``result_RD``, both contiguous. ``back``: to the ranks whose rows came."""
+        """Starts sending ``rows_RD``, to arrive in ``result_RD``, both contiguous. ``back``: the opposite direction."""
         assert self.under_way is None, "rows begin their way before others have ended theirs"
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         work = dist.all_to_all_single(result_RD, rows_RD, received, sent, group=self.axis.group, async_op=self.async_op)
@@ -122,7 +130,7 @@ class RowExchange:
             self.watch(self, "begun")
 
     def wait(self) -> Tensor:
-        """Ends the way that was begun last, and gives the rows."""
+        """The received rows (R, D) of the exchange that ``start`` began; waits until they have arrived."""
         assert self.under_way is not None, "rows end their way before they have begun it"
         (work, _, result_RD), self.under_way = self.under_way, None
         if work is not None:
@@ -132,20 +140,20 @@ class RowExchange:
 
 
 class RowExchanges:
-    """Rows that go to other ranks in parts, one all-to-all after another, so that work on one part hides the others.
+    """Rows sent to other ranks in parts, one all-to-all for each, so that work on one part hides the others' transfer.
 
-        there = RowExchanges(sent, received, axis)  # of each part, and in it of each rank
+        there = RowExchanges(sent, received, axis)  # numbers of rows: of each part, and in it of each rank
         back = RowExchanges(received, sent, axis)
-        rows_RD = there.begin(rows_RD)              # all parts begin their way; nobody may read them yet
+        rows_RD = there.begin(rows_RD)              # all parts are being sent; nobody may read them yet
         ...                                         # gradients travel while this is differentiated
         parts = [back.begin_part(work(there.end_part(rows_RD, part)), part) for part in range(n_parts)]
         rows_RD = back.end(parts)
 
-    Before and after the two ways a rank's rows lie part by part, as do those that it receives. Autograd goes through
-    nodes that are ready in the opposite order of their making, so the backward pass is the mirror image: the gradients
-    of all parts begin their way at ``back.end``, the last part's first; each part's are waited for at
-    ``begin_part``, begin their way home at ``end_part``, and all of them are waited for at ``there.begin``. What goes
-    from node to node meanwhile has the right shape and no values.
+    Sent and received rows both lie part by part, and within a part by rank. Autograd runs nodes that are ready in the
+    opposite order of their making, so the backward pass is the mirror image: ``back.end`` starts sending the gradients
+    of all parts, the last part first; ``begin_part`` waits for one part's; ``end_part`` starts sending them home; and
+    ``there.begin`` waits for all of them. Gradients that autograd passes between these nodes meanwhile have the right
+    shape and no values. Bytes: those of the rows that leave this rank, each way.
     """
 
     def __init__(
@@ -160,7 +168,7 @@ class RowExchanges:
         sizes = zip(sent, received, strict=True)
         self.parts = [RowExchange(*each, axis, async_op=async_op, watch=watch) for each in sizes]
         self.n_sent, self.n_received = [sum(part) for part in sent], [sum(part) for part in received]
-        self.joined: Tensor | None = None  # memory for the parts of a whole that come one by one
+        self.joined: Tensor | None = None  # memory into which the parts that ``start_one`` sends arrive
 
     def begin(self, rows_RD: Tensor) -> Tensor:
         """Starts sending all parts; returns the buffer (R, D) into which the received rows of all parts will arrive."""
@@ -179,7 +187,7 @@ class RowExchanges:
         return _EndParts.apply(self, *parts)
 
     def start_all(self, rows_RD: Tensor, order: Sequence[int], *, back: bool) -> Tensor:
-        """Begins the way of the parts of ``rows_RD``; gives the memory into which they will come."""
+        """Starts sending all parts of ``rows_RD`` in ``order``; returns the buffer into which they will arrive."""
         n_given, n_found = (self.n_received, self.n_sent) if back else (self.n_sent, self.n_received)
         found_RD = rows_RD.new_empty(sum(n_found), *rows_RD.shape[1:])
         given, found = rows_RD.contiguous().split(n_given), found_RD.split(n_found)
@@ -188,14 +196,14 @@ class RowExchanges:
         return found_RD
 
     def start_one(self, part: int, rows_RD: Tensor, *, back: bool) -> None:
-        """Begins the way of one part into its place among all."""
+        """Starts sending one part, to arrive at its place in the buffer of all parts."""
         n_found = self.n_sent if back else self.n_received
         if self.joined is None:
             self.joined = rows_RD.new_empty(sum(n_found), *rows_RD.shape[1:])
         self.parts[part].start(rows_RD.contiguous(), self.joined.split(n_found)[part], back=back)
 
     def wait_all(self) -> Tensor:
-        """Ends the ways that ``start_one`` began, and gives the rows of all parts."""
+        """The received rows of all parts that ``start_one`` sent (R, D); waits until they have arrived."""
         for part in self.parts:
             part.wait()
         assert self.joined is not None
@@ -205,9 +213,9 @@ class RowExchanges:
 
 @torch.no_grad()
 def gather_parts(part: Tensor, dim: int, axis: Axis) -> Tensor:
-    """The whole tensor of which each rank of the axis holds an equal part along ``dim``, in their order.
+    """The whole tensor of which each rank of the axis holds an equal part along ``dim``, in rank order (all-gather).
 
-    Before: another part on each rank. After: the same whole on all. Bytes: x (n-1)/n.
+    Before: another part on each rank. After: the same whole on all. Not differentiable. Bytes: x (n-1)/n.
     """
     if axis.degree == 1:
         return part
@@ -219,9 +227,11 @@ def gather_parts(part: Tensor, dim: int, axis: Axis) -> Tensor:
 
 @torch.no_grad()
 def exchange_elements(flat: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """All-to-all of elements: the first ``sent[0]`` go to the axis's rank 0, and so on; ``received`` says what comes.
+    """The elements that all ranks of the axis send to this one, in rank order (all-to-all). Not differentiable.
 
-    Bytes: those of the elements that leave this rank.
+    Before: ``sum(sent)`` elements, of which the first ``sent[0]`` go to the axis's rank 0, and so on. After:
+    ``sum(received)`` elements, the first ``received[0]`` from rank 0, and so on. Bytes: those of the elements that
+    leave this rank.
     """
     if axis.degree == 1:
         return flat
@@ -232,11 +242,10 @@ def exchange_elements(flat: Tensor, sent: list[int], received: list[int], axis: 
 
 @torch.no_grad()
 def sum_together(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
-    """Replaces each tensor by its sum over the axis, in place; added up in fp32, by one collective for all of them.
+    """Replaces each tensor by its sum over the axis, in place, by one fp32 all-reduce of all of them on ``device``.
 
-    ``device`` is the axis's, on which they are added up, wherever they lie.
-
-    Every rank of the axis calls it with tensors of the same shapes, in the same order. Bytes: 2 x (n-1)/n, x in fp32.
+    Every rank of the axis calls it with tensors of the same shapes, in the same order; they may lie on another device.
+    Before: a summand of each on each rank. After: the same sums on all. Bytes: 2 x (n-1)/n, x being that of fp32.
     """
     if axis.degree == 1 or not tensors:
         return
@@ -358,7 +367,8 @@ class _EndPart(Function):
     @staticmethod
     def backward(ctx, grad_RD: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         ctx.exchanges.start_one(ctx.part, grad_RD, back=True)
-        return valueless(grad_RD, ctx.shape) if ctx.part == 0 else None, None, None  # of the parts one is enough
+        # One part's gradient of the right shape is enough for autograd.
+        return valueless(grad_RD, ctx.shape) if ctx.part == 0 else None, None, None
 
 
 class _BeginPart(Function):
@@ -387,5 +397,5 @@ class _EndParts(Function):
 
 
 def valueless(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of a shape and next to no memory, that nobody reads."""
+    """A tensor of the given shape with one element of memory and no meaningful values, which nobody may read."""
     return like.new_empty([1] * len(shape)).expand(shape)

@@ -1,8 +1,8 @@
-"""Expert parallelism: tokens travel to the ranks that hold their experts, and back. Dropless.
+"""Expert parallelism: tokens are sent to the ranks that hold their experts, and the outputs back. No token is dropped.
 
 A rank's experts may be cut into chunks, so that the rows of one chunk travel while another's are multiplied (pipelined
-all-to-all: Tutel, arXiv:2206.03382, section 3.3; FasterMoE, He et al. 2022, PPoPP). Both cut the tokens; here experts
-are cut, so each expert's rows stay one product, and every gradient is the same sum, bit for bit.
+all-to-all: Tutel, arXiv:2206.03382, section 3.3; FasterMoE, He et al. 2022, PPoPP). Both papers cut the tokens; here
+the experts are cut, so each expert's rows stay one product, and every gradient is the same sum, bit for bit.
 
 Shape letters: T tokens, K top_k, R rows (token-expert pairs), E experts, D d_model, F d_ff, N ranks of the axis, C
 chunks.
@@ -31,8 +31,8 @@ from modeling.moe import ComputeExperts, ExpertDispatch
 from parallel.collectives import RowExchanges, Watch
 from parallel.mesh import Axis
 
-# (counts_E, theirs_NE, experts of a rank in each chunk) -> for each chunk the rows sent to each rank of the axis; and
-# those received from each.
+# (counts_E, theirs_NE, experts of a rank in each chunk) -> for each chunk the number of rows sent to each rank of the
+# axis; and the number received from each.
 RowSizes = Callable[[Tensor, Tensor, list[int]], list[list[list[int]]]]
 
 
@@ -45,20 +45,23 @@ def make_dispatch(
     chunks: int = 1,
     watch: Watch | None = None,
 ) -> ExpertDispatch:
-    """The twin of modeling.moe.staying, for experts cut over ``axis`` in equal, consecutive parts.
+    """A dispatch of tokens to experts that are cut over ``axis`` in equal, consecutive parts.
 
-    All ranks of the axis call it for the same layer, also with no tokens. Each pair's hidden state is sent to its
-    expert's rank and its output back: 2 x top_k x d_model elements a token in each direction, less those that stay; and
-    once the counts, 8 n_experts bytes. ``sizes`` tells the numbers of rows where no values are at hand (None: the
-    counts'). ``overlap``: hidden states are still on their way when it returns, as their gradients are when the
-    backward pass goes on with what was computed until the experts were. ``chunks``: into so many a rank's experts are
-    cut, at most one for each; all begin their way at once, and each comes back while later ones are multiplied.
-    ``watch``: as RowExchange has it.
+    It has the signature of the one-device dispatch, modeling.moe.staying. All ranks of the axis call the dispatch for
+    the same layer, also with no tokens. Before: each rank holds the hidden states (T, D) of its own tokens. After: the
+    rows of its own experts from all ranks, and, once these are computed and sent back, each of its tokens' weighted sum
+    (T, D). Each token-expert pair's hidden state is sent to its expert's rank and its output back: 2 x top_k x d_model
+    elements a token, in the forward and in the backward pass, less the pairs that stay; and once the counts, 8
+    n_experts bytes. ``sizes`` returns the numbers of rows to send and to receive where the counts have no values, as in
+    estimates; None: read from the counts. ``overlap``: the dispatch returns while hidden states are on their way; the
+    backward pass likewise goes on while their gradients are. ``chunks``: the number of parts into which a rank's
+    experts are cut, at most one for each expert; all are sent at once, and each comes back while later ones are
+    multiplied. ``watch``: called when an exchange of rows has been started, and when it is waited for.
     """
 
     def dispatch(hidden_TD: Tensor, indices_TK: Tensor, counts_E: Tensor, fuse: Fuse) -> tuple[Tensor, ComputeExperts]:
         parts = chunks_of(len(counts_E) // axis.degree, chunks)
-        theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each of our experts
+        theirs_NE = exchange_counts(counts_E, axis)  # from each rank of the axis, for each expert of this rank
         sent, received = (sizes or sizes_on_host)(counts_E, theirs_NE, parts)
         rows = rows_by_chunk(indices_TK, counts_E, axis.degree, parts)
         there = RowExchanges(sent, received, axis, async_op=overlap, watch=watch)
@@ -98,23 +101,27 @@ def chunks_of(n_experts: int, chunks: int) -> list[int]:
 
 
 def sizes_on_host(counts_E: Tensor, theirs_NE: Tensor, parts: list[int]) -> list[list[list[int]]]:
-    """The rows of each chunk that this rank sends to each rank of the axis; and those that it receives from each.
+    """The numbers of rows of each chunk that this rank sends to each rank of the axis, and receives from each.
 
-    All-to-all is told them by the host, which waits here for the GPU: the one wait of a layer.
+    The all-to-all needs them on the host, which waits here for the GPU: the only such wait of a layer.
     """
     both_2NE = torch.stack([counts_E.view_as(theirs_NE), theirs_NE])
     return torch.stack([part.sum(2) for part in both_2NE.split(parts, 2)], 1).tolist()
 
 
 def exchange_counts(counts_E: Tensor, axis: Axis) -> Tensor:
-    """counts_NE: how many rows each rank of the axis sends to each of our experts."""
+    """The number of rows that each rank of the axis sends to each of this rank's experts (N, E/N), by an all-to-all.
+
+    Before: ``counts_E``, the numbers of rows that this rank sends to all experts. All ranks of the axis call it. Bytes:
+    8 E (N-1)/N.
+    """
     theirs = torch.empty_like(counts_E)
     dist.all_to_all_single(theirs, counts_E, group=axis.group)
     return theirs.view(axis.degree, -1)
 
 
 def rows_by_chunk(indices_TK: Tensor, counts_E: Tensor, n_ranks: int, parts: list[int]) -> Rows:
-    """The rows that this rank sends: chunk by chunk, within a chunk rank by rank, and there expert by expert."""
+    """The order of the rows that this rank sends: by chunk, within a chunk by rank, and within a rank by expert."""
     if len(parts) == 1:
         return place_rows(indices_TK, counts_E, 1)
     numbers_E = torch.arange(len(counts_E), device=counts_E.device)
@@ -124,10 +131,10 @@ def rows_by_chunk(indices_TK: Tensor, counts_E: Tensor, n_ranks: int, parts: lis
 
 
 class WeightChunks:
-    """The chunks of a weight of all experts. Their gradients are written into one tensor, each once.
+    """The stacked weights of a rank's experts, chunk by chunk; all chunks' gradients are written into one tensor.
 
-    Slices would each have a gradient of the whole's size, zeros but for their own, and autograd would add them up; by
-    ``split`` all of the gradient would be there twice.
+    With plain slices each chunk's gradient would be of the whole's size, filled up with zeros, and autograd would add
+    them all; with ``split`` the gradient would be in memory twice.
     """
 
     def __init__(self, weight_EX: Tensor, parts: Sequence[int]) -> None:
@@ -136,11 +143,11 @@ class WeightChunks:
         self.n_missing = 0
 
     def take(self, chunk: int) -> Tensor:
-        """The weights of a chunk's experts."""
+        """The weights of one chunk's experts, differentiable."""
         return self.weight_EX if len(self.parts) == 1 else _TakeChunk.apply(self.weight_EX, self, chunk)
 
     def add(self, chunk: int, grad: Tensor) -> Tensor | None:
-        """Takes the gradient of a chunk; with the last one that is missing, gives the whole."""
+        """Stores one chunk's gradient; returns the whole gradient with the last chunk that was missing, else None."""
         if self.grad_EX is None:
             self.grad_EX, self.n_missing = grad.new_empty(sum(self.parts), *grad.shape[1:]), len(self.parts)
         self.grad_EX.split(self.parts)[chunk].copy_(grad)

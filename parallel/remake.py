@@ -1,9 +1,9 @@
-"""Tensors that autograd would keep for the backward pass, dropped and made again when it asks for them.
+"""Activation recomputation by saved-tensor hooks: tensors saved for the backward pass are dropped and made again.
 
-``remade`` does that to whatever a function saves. ``Remaker`` does it to single chains of elementwise work between
-matrix products: what goes into a product is then made again by the chain before it, and the product is not. Both work
-by hooks on saved tensors alone, so the graph is the plain one: gradients are the same bit for bit, also where a
-backward pass comes in several parts.
+``remade`` drops all that a function saves, and runs the function again when the backward pass needs it. ``Remaker``
+does so for single chains of elementwise work between matrix products: the input of a product is made again by the chain
+before it, and the product itself is not computed again. Both use hooks on saved tensors alone, so the autograd graph is
+unchanged: gradients are the same bit for bit, also where a backward pass comes in several parts.
 """
 
 import weakref
@@ -20,25 +20,25 @@ from modeling.kernels.fuse import Fuse
 
 
 class _Enough(Exception):
-    """Every tensor that the backward pass needs is there."""
+    """Ends a second run: every tensor that the backward pass needs has been made."""
 
 
 class View(NamedTuple):
-    """How a tensor lies within another one, in whose memory it is."""
+    """The shape, strides and offset of a tensor within another one that holds its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # elements from the other's first
+    offset: int  # in elements, from the other tensor's first
 
     def of(self, base: Tensor) -> Tensor:
-        """The view of ``base``, or of one that lies as the other does."""
+        """The tensor of this shape, stride and offset in the memory of ``base``."""
         if self == (base.shape, base.stride(), 0):
             return base
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
 
 def view_within(tensor: Tensor, base: Tensor) -> View | None:
-    """How ``tensor`` lies within ``base``; None: not all of its elements are ``base``'s."""
+    """``tensor`` as a view of ``base``; None where it does not lie wholly within ``base``'s memory."""
     if storage_of(tensor) != storage_of(base):
         return None
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
@@ -48,21 +48,21 @@ def view_within(tensor: Tensor, base: Tensor) -> View | None:
 
 
 def extent(tensor: Tensor) -> int:
-    """Elements of its storage from a tensor's first to its last."""
+    """The number of storage elements from a tensor's first element to its last, both counted."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Place:
-    """What autograd holds instead of a tensor. Once it lets go of this, the tensor that was made again goes too."""
+    """What autograd holds in place of a dropped tensor. When autograd releases it, the remade tensor is freed too."""
 
     def __init__(self, call: "Call") -> None:
         self.call = call
         self.value: Tensor | None = None
 
     def restore(self) -> Tensor:
-        """The tensor, made if it is not there."""
+        """The tensor; the function is run again if it has not been made yet."""
         if self.value is None:
             self.call.make()
         assert self.value is not None
@@ -70,20 +70,20 @@ class Place:
 
 
 class HeldWeight(NamedTuple):
-    """A view of a weight, whose memory may come and go between the passes (ZeRO 3)."""
+    """A view of a weight, whose memory may be freed and gathered anew between the passes (ZeRO 3)."""
 
     weight: nn.Parameter
     view: View
-    version: int  # torch's count of what was written into the weight
+    version: int  # torch's count of in-place writes to the weight, when the view was saved
 
     def restore(self) -> Tensor:
-        """The view, of the weight as it is now. As autograd's own check, it fails where the weight has changed."""
+        """The view of the weight's present memory. Fails, as autograd's own check would, if it was written to."""
         assert self.weight._version == self.version, "a weight was written to between a forward and its backward pass"
         return self.view.of(self.weight.detach())
 
 
 class Restorable(Protocol):
-    """Memory that can be away."""
+    """Memory whose contents may be elsewhere, such as on the host, until they are asked for."""
 
     def restore(self) -> Tensor:
         """The whole memory, as one tensor on the device."""
@@ -91,13 +91,13 @@ class Restorable(Protocol):
 
 
 class Parked(NamedTuple):
-    """A tensor in memory that may be elsewhere until the backward pass."""
+    """A saved tensor as a view of memory that may be on the host until the backward pass."""
 
     memory: Restorable
     view: View
 
     def restore(self) -> Tensor:
-        """The tensor."""
+        """The tensor, on the device."""
         return self.view.of(self.memory.restore())
 
     def part(self, view: View) -> "Parked":
@@ -105,30 +105,30 @@ class Parked(NamedTuple):
         return Parked(self.memory, view._replace(offset=self.view.offset + view.offset))
 
 
-Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, as ``restored`` takes it
+Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, where ``restored`` takes it
 
 
 def restored(packed: Any) -> Tensor:
-    """The tensor of what a hook gave to autograd in its place."""
+    """The tensor for which a saved-tensor hook gave ``packed`` to autograd."""
     return packed.restore() if isinstance(packed, Place | HeldWeight | Parked) else packed
 
 
 class Call:
-    """One call of a function, and the tensors that autograd saved in it, in order: first dropped, then made again.
+    """One call of a function whose saved tensors are dropped, and made again by a second run in the backward pass.
 
-    What the function is given is kept, and handed out where autograd saved that. Its tensors are held without their
-    graph: so nothing holds itself, and all goes with the last ``Place``.
+    The function's arguments are kept, and handed out where autograd saved one of them. All tensors are held without
+    their graph, so there is no reference cycle, and everything is freed with the last ``Place``.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], kept: Sequence[Any]) -> None:
-        """``kept``: the arguments for the second run, tensors or what stands for them."""
+        """``kept``: the arguments of the second run; tensors may be replaced by what ``restored`` turns into them."""
         self.function, self.kept = function, list(kept)
         self.wants_gradient = [isinstance(each, Tensor) and each.requires_grad for each in arguments]
         self.saved: list[weakref.ref[Place] | None] = []  # None: it was an argument
         self.outputs: list[tuple[int, View, weakref.ref[Place]]] = []
 
     def first_run(self, arguments: Sequence[Any]) -> Any:
-        """The function's value."""
+        """The function's value; autograd gets places, or views of the kept arguments, instead of saved tensors."""
         pairs = zip(arguments, self.kept, strict=True)
         given = [(mine, kept) for mine, kept in pairs if isinstance(kept, Tensor | Parked)]
 
@@ -148,13 +148,13 @@ class Call:
         return made
 
     def output(self, number: int, view: View) -> Place:
-        """A place for a view of the function's value of that number."""
+        """A place for a view of one of the function's outputs, which the second run fills too."""
         place = Place(self)
         self.outputs.append((number, view, weakref.ref(place)))
         return place
 
     def make(self) -> None:
-        """Runs the function again, up to the last tensor that is needed, and fills the places that are still there."""
+        """Runs the function again, up to the last tensor that is needed, and fills the places that are still held."""
         arguments = [
             restored(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place | Parked) else each
             for each, wants in zip(self.kept, self.wants_gradient, strict=True)
@@ -187,11 +187,11 @@ class Call:
 def remade(function: Callable[..., Any], keep: Keep = Tensor.detach) -> Callable[..., Any]:
     """``function``, whose intermediate results are not kept for the backward pass but computed again in it.
 
-    ``keep`` is what becomes of the tensors that it is given.
+    ``keep`` turns each tensor argument into what is held of it until then.
 
-    One second run serves every part of the backward pass. torch computes a pipeline stage's weight gradients by one
-    backward pass for each group of weights, and its own checkpoint runs the forward pass anew for each of them: 16
-    times a layer in a stage of two.
+    One second run serves every part of the backward pass. Under zero-bubble schedules torch computes a pipeline stage's
+    weight gradients by one backward pass for each group of weights, and torch.utils.checkpoint would run the forward
+    pass again for each of them: 16 times a layer in a stage of two.
     """
 
     def run(*arguments: Any) -> Any:
@@ -202,22 +202,25 @@ def remade(function: Callable[..., Any], keep: Keep = Tensor.detach) -> Callable
 
 
 class Remaker:
-    """Makes chains of elementwise work again, within the modules that it is put around, and what they put out.
+    """Makes chains of elementwise work, and their outputs, again in the backward pass instead of keeping them.
 
-    A module's ``fuse`` is to be ``around`` what it was, and its passes ``within`` it: then of its norms, say, only what
-    they were given is kept, as ``keep`` has it. ``weights_stay``: a weight lies between the passes where it is during
-    them (not ZeRO 3).
+    Replace a module's ``fuse`` by ``around(fuse)``, and run its forward pass inside ``within(module)``: of its norms,
+    for example, only the inputs are then kept, each as what ``keep`` returns for it. ``weights_stay``: weights stay in
+    memory from the forward to the backward pass (not under ZeRO 3).
     """
 
     def __init__(self, *, weights_stay: bool, keep: Keep = Tensor.detach) -> None:
         self.weights_stay, self.keep = weights_stay, keep
         self.is_open = False
-        # storage -> a tensor that a chain has put out, the chain's call, and the tensor's number in it
+        # storage -> a tensor that a chain has put out, the chain's call, and the tensor's number among its outputs
         self.made: dict[int, tuple[weakref.ref[Tensor], Call, int]] = {}
 
     @contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
-        """While it lasts, chains keep what they are given, and autograd keeps all but what they put out."""
+        """While entered, chains keep their inputs, and autograd keeps every other saved tensor but the chains' outputs.
+
+        ``module``: whose weights are kept as views of the weights. Nothing changes where gradients are disabled.
+        """
 
         def keep(tensor: Tensor) -> Place | HeldWeight | Parked | Tensor:
             # Detached: a graph that held its own tensors would hold itself, and stay where a pass retains it.
@@ -237,7 +240,7 @@ class Remaker:
                 self.made.clear()
 
     def around(self, fuse: Fuse) -> Fuse:
-        """``fuse``, whose chains are made again."""
+        """``fuse``, whose chains and their outputs are made again where it is called inside ``within``."""
 
         def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
             compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
@@ -254,7 +257,7 @@ class Remaker:
         return run
 
     def alone(self, fuse: Fuse) -> Fuse:
-        """``fuse``, whose chains are made again wherever they are, but not what they put out."""
+        """``fuse``, whose chains are made again wherever it is called; the chains' outputs are kept as usual."""
 
         def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
             compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
@@ -265,24 +268,24 @@ class Remaker:
         return run
 
     def kept(self, tensor: Tensor) -> Place | Parked | Tensor:
-        """What a chain keeps of what it is given. Weights are small there: where they do not stay, a copy."""
+        """What a chain keeps of one of its inputs. Of a weight that does not stay, a copy: weights are small there."""
         if isinstance(tensor, nn.Parameter):
             return tensor.detach() if self.weights_stay else tensor.detach().clone()
         place = self.place_of(tensor)
         return self.keep(tensor) if place is None else place
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """A place for the tensor, where a chain has put it out."""
+        """A place for the tensor if it is an output of a chain, or a view of one; else None."""
         reference, call, number = self.made.get(storage_of(tensor), (None, None, 0))
         made = None if reference is None else reference()
         if made is None or call is None:
-            return None  # where one was that has gone another may lie
+            return None  # the output has been freed, and another tensor may lie in its memory
         view = view_within(tensor, made)
         return None if view is None else call.output(number, view)
 
 
 def held_weight(weights: Sequence[nn.Parameter], tensor: Tensor) -> HeldWeight | None:
-    """The tensor as a view of one of the weights, if it is one. It is asked of each tensor that a layer saves."""
+    """The tensor as a view of one of the weights, or None. Called for each tensor that a layer saves."""
     storage = storage_of(tensor)
     for weight in weights:
         view = view_within(tensor, weight) if storage_of(weight) == storage else None
@@ -292,5 +295,5 @@ def held_weight(weights: Sequence[nn.Parameter], tensor: Tensor) -> HeldWeight |
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same number for tensors that share memory, as long as one of them is there."""
+    """A number that is the same for tensors that share a storage, as long as one of them is alive."""
     return tensor.untyped_storage()._cdata

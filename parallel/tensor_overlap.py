@@ -1,19 +1,19 @@
-"""Tensor parallelism's sums of gradients, on their way while weights' gradients are computed.
+"""Overlaps tensor parallelism's reduce-scatter of gradients with the computation of the weights' gradients.
 
 Megatron-LM (arXiv:2205.05198) does so in its LinearWithGradAccumulationAndAsyncCommunication. A block (attention, a
 dense feed-forward layer, a shared expert) gathers hidden states and multiplies them by several weights. Once each
-product has given its part of the gradient by the hidden states, that is summed over the ranks of tp, and cut; nothing
-that follows needs the weights' gradients, which take as many products. So a product's backward pass computes the
-gradient by its inputs alone, and leaves what its weight's needs to a node of that weight. Autograd goes through nodes
-that are ready in the opposite order of their making, which is:
+product has given its part of the gradient by the hidden states, that gradient is reduce-scattered over the ranks of
+tp. The weights' gradients, which take as many products, are not needed for that. So a product's backward pass computes
+the gradient by its inputs alone, and leaves its weight's gradient to an autograd node of that weight. Autograd runs
+the nodes that are ready in the opposite order of their making, and they are made in this order:
 
 1. the gather's beginning, whose backward pass waits for the reduce-scatter;
 2. a node of each weight, whose backward pass computes its gradient;
 3. the gather's end, whose backward pass begins the reduce-scatter;
 4. the products.
 
-The same products of the same numbers are computed in another order, so gradients are equal bit for bit. What products
-leave is held until the reduce-scatter has begun: the hidden states, and the gradients by all their outputs.
+The same products of the same numbers are computed in another order, so gradients are equal bit for bit. The hidden
+states, and the gradients by the outputs of all products, are held in memory until the reduce-scatter has begun.
 
 Shape letters: B batch, S sequence, D d_model, O what comes out of a product.
 """
@@ -36,10 +36,11 @@ from parallel.tensor import SharedPositions
 
 
 def overlap_sums(model: Decoder, axis: Axis) -> None:
-    """Has the blocks of a decoder that tensor parallelism was applied to sum their gradients while others are computed.
+    """Makes the blocks of a decoder overlap the reduce-scatter of input gradients with weights' gradients.
 
-    Call it once it is known how layers multiply; changes no value. Weights must stay in memory from the forward to the
-    backward pass, and a backward pass must come in one part.
+    ``model`` must be cut over tp already (``apply_tensor_parallelism``), and its layers must have their ``products``.
+    Changes no value. Weights must stay in memory from the forward to the backward pass (not ZeRO 3), and one backward
+    pass must compute all gradients (not the pipeline schedules that compute weights' gradients later).
     """
     for block in model.modules():
         if isinstance(block, Mixer | FeedForward):
@@ -50,42 +51,45 @@ def overlap_sums(model: Decoder, axis: Axis) -> None:
 
 
 def reads_hidden_states(layer: Linear) -> bool:
-    """Whether its inputs are what its block has gathered."""
+    """Whether the layer multiplies its block's gathered hidden states: its weight's input dim is d_model."""
     return layer.stated["weight"].dims[1] == "d_model"
 
 
 class Left:
-    """What a product's backward pass leaves to that of its weight: the gradient by its outputs, and its inputs."""
+    """What a product's backward pass leaves for its weight's node: the gradient by its outputs, and its inputs."""
 
     def __init__(self, products: Products) -> None:
         self.products = products
         self.held: tuple[Tensor, Tensor] | None = None
 
     def put(self, grad: Tensor, inputs: Tensor) -> None:
-        """Leaves what the weight's gradient will be made of."""
+        """Stores the two tensors from which the weight's gradient will be computed."""
         assert self.held is None, "a product is differentiated twice before its weight is"
         self.held = grad, inputs
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Returns what was left, and forgets it."""
+        """Returns what ``put`` stored, and drops its own reference to it."""
         assert self.held is not None, "a weight is differentiated before its product is"
         held, self.held = self.held, None
         return held
 
 
-Late = tuple[tuple[Tensor, ...], Left]  # a weight, and its bias if there is one, as they leave their node
+Late = tuple[tuple[Tensor, ...], Left]  # the outputs of a weight's node: the weight, and its bias if there is one
 
 
 class OverlappedPositions(SharedPositions):
-    """``SharedPositions`` of one block. ``readers`` multiply what it gathers, each once."""
+    """The ``SharedPositions`` of one block, whose gather leaves a node for the weight of each of ``readers``.
+
+    ``readers`` are the layers that multiply the gathered hidden states, each once in a forward pass.
+    """
 
     def __init__(self, axis: Axis, readers: Sequence[Linear]) -> None:
         super().__init__(axis)
         self.readers = readers
-        self.late: dict[nn.Parameter, Late] = {}  # by weight, what its reader has not taken yet
+        self.late: dict[nn.Parameter, Late] = {}  # by weight, the nodes that its reader has not used yet
 
     def gather(self, hidden_BSD: Tensor) -> Tensor:
-        """As SharedPositions. All ranks of tp call it."""
+        """From this rank's part of the positions (B, S/n, D) to all of them (B, S, D). All ranks of tp call it."""
         self.late = {}
         if not (torch.is_grad_enabled() and hidden_BSD.requires_grad):
             return gather_sequence(hidden_BSD, self.axis)
@@ -101,8 +105,9 @@ class OverlappedPositions(SharedPositions):
 class LateProducts:
     """``products`` whose weights' gradients are computed by the nodes that ``positions`` has made for them.
 
-    A product without such a node would compute them at once. So are those of a second run under recomputation, which
-    nobody differentiates: it is for the tensors that autograd saves, and those are the same in both kinds.
+    A product for which no node is left computes its weight's gradient in its own backward pass. The products of a
+    second run under recomputation are of this kind, but they are never differentiated: that run only makes the saved
+    tensors again, and those are the same in both kinds.
     """
 
     def __init__(self, products: Products, positions: OverlappedPositions) -> None:
@@ -139,13 +144,16 @@ class LateProducts:
 
 
 def weights_grads(products: Products, grad: Tensor, inputs: Tensor, n_weights: int) -> tuple[Tensor, ...]:
-    """The gradients of a product by its weight and, where ``n_weights`` is 2, its bias."""
+    """The gradients of a product by its weight (O, D) and, where ``n_weights`` is 2, its bias (O)."""
     grad_RO = grad.flatten(0, -2)
     return products.weight_grad(grad_RO, inputs.flatten(0, -2)), *([grad_RO.sum(0)] if n_weights == 2 else [])
 
 
 class _LateWeights(Function):
-    """(left, weight_OI, perhaps bias_O) -> views of the weights. Their gradients are of what is left."""
+    """(left, weight_OI, perhaps bias_O) -> views of the weights. Their gradients are computed from ``left``.
+
+    ``left`` is filled by the product's backward pass, which runs first.
+    """
 
     @staticmethod
     def forward(ctx: Any, left: Left, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
