@@ -1,4 +1,4 @@
-"""What of a batch each rank takes: dp deals out micro-batches, cp cuts their positions, and tp those between layers.
+"""Each rank's part of a batch: dp divides its micro-batches, cp their positions, and tp the positions between layers.
 
 Shape letters: B micro-batch, S sequence.
 """
@@ -21,26 +21,26 @@ from parallel.mesh import Mesh
 
 @dataclass
 class MicroBatch:
-    """Some sequences and their surroundings. Every pp rank has the same ones, so only hidden states are sent."""
+    """Tokens, targets and context of one micro-batch. Every pp rank has the same, so only hidden states are sent."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
     context: Context
-    ahead: list[Ahead] = field(default_factory=list)  # by depth; none where no further tokens are to be predicted
+    ahead: list[Ahead] = field(default_factory=list)  # for multi-token prediction, by depth; empty without it
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """This micro-batch, which lies on the CPU, on the device. The host does not wait for it."""
+        """This micro-batch, copied from the CPU to the device. The host does not wait for the copy."""
         tokens_BS, targets_BS = (to_device(each, device) for each in (self.tokens_BS, self.targets_BS))
         return MicroBatch(tokens_BS, targets_BS, self.context.to(device), [each.to(device) for each in self.ahead])
 
 
 def share_of_batch(indices: np.ndarray, micro_batch_size: int, mesh: Mesh) -> np.ndarray:
-    """This rank's samples, (n, micro_batch_size): a batch's micro-batches are dealt to the ranks of dp in turn."""
+    """This rank's samples of a batch (n, micro_batch_size): dp rank r gets micro-batches r, r + dp, r + 2 dp, ..."""
     return indices.reshape(-1, micro_batch_size)[mesh.dp.rank :: mesh.dp.degree]
 
 
 def part_of_sequence(seq_len: int, mesh: Mesh) -> slice:
-    """Of ``seq_len`` positions, those that this rank of tp holds between layers."""
+    """The slice of ``seq_len`` positions that this rank of tp holds between layers."""
     part = seq_len // mesh.tp.degree
     return slice(mesh.tp.rank * part, (mesh.tp.rank + 1) * part)
 
@@ -59,12 +59,15 @@ def cut_micro_batch(
     ahead_scales: Sequence[float] = (),
     next_BS: Tensor | None = None,
 ) -> MicroBatch:
-    """This rank's share of whole sequences, integers of any width: cp cuts them here, tp between layers.
+    """This rank's share of a micro-batch of whole sequences (B, S). No communication.
 
-    Ranks of cp, tp and pp give the same sequences. The scales are what the auxiliary losses weigh, and by depth what a
-    further token's does: such tokens are found here, since a rank of cp does not hold its last position's neighbour.
-    ``has_padding``: the model takes the way around padding; looking for it here would make a CUDA device's host wait.
-    ``draws`` are those of whole sequences. ``next_BS``: each position's next token, where not all of these are targets.
+    The tensors hold integers of any width, and ranks of cp, tp and pp pass the same ones. cp cuts the tokens and
+    targets here; tp cuts positions only between layers, for which ``context.part`` is made. ``balance_scale`` and
+    ``z_scale`` weigh the auxiliary losses. ``ahead_scales``: for multi-token prediction, one weight of the loss for
+    each depth; the further tokens are found here, since a rank of cp does not hold its last position's neighbour.
+    ``has_padding``: the sequences may hold padding; looking for it here would make a CUDA device's host wait.
+    ``draws``: what dropout's masks follow from, for the whole sequences. ``next_BS``: each position's next token, where
+    not all of these are targets.
     """
     depth = len(ahead_scales)
     further = following(targets_BS, depth) if next_BS is None else following(next_BS, depth, targets_BS)

@@ -1,4 +1,4 @@
-"""Which axis cuts which dim: one table, and what follows from it for every weight of every family."""
+"""Which axis cuts which dim of a weight: one table, from which every weight's placement on the ranks follows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ AXIS_OF: Mapping[Dim, Literal["tp", "ep"] | None] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a logical tensor of ``shape`` lies: the dim that is cut and the axis that cuts it.
+    """How a logical tensor of ``shape`` is placed on the ranks: the dim that is cut, and the axis that cuts it.
 
-    None: every rank of the stage holds it whole. Each rank of tp then sees other positions or other heads, so its
-    gradient is a summand, and is summed over tp (``is_summed_over_tp``).
+    Where both are None, every rank of the stage holds it whole. Each rank of tp then computes with other positions or
+    other heads, so its gradient is a summand that must be summed over tp (``is_summed_over_tp``).
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Place:
         return self.axis is None
 
     def held_box(self, mesh: "Mesh") -> Box:
-        """The elements that this rank holds. The axis's degree must divide the dim."""
+        """The box of elements that this rank holds. The axis's degree must divide the dim's size."""
         start, size = [0] * len(self.shape), list(self.shape)
         if self.dim is not None and self.axis is not None:
             axis: Axis = getattr(mesh, self.axis)
@@ -76,7 +76,7 @@ class Place:
         return mesh.edp if self.is_expert else mesh.replicas
 
     def is_owner(self, mesh: "Mesh") -> bool:
-        """Whether this rank counts and writes its part: where the ranks of tp hold the whole, only the first does."""
+        """Whether this rank counts and writes its part; of a tensor that all tp ranks hold whole, only tp rank 0 does."""
         return self.axis is not None or mesh.tp.rank == 0
 
 
@@ -84,7 +84,7 @@ Layout = Mapping[str, Place]
 
 
 def place_of(weight: Weight, shape: tuple[int, ...]) -> Place:
-    """The place of a tensor. Raises TypeError where the table would cut two of its dims, or does not know one."""
+    """The placement of a weight of this shape. Raises TypeError if the table cuts two of its dims, or lacks one."""
     unknown = [dim for dim in weight.dims if dim not in AXIS_OF]
     if unknown:
         raise TypeError(f"parallel.layout.AXIS_OF has no row for the dims {unknown}")
@@ -96,7 +96,7 @@ def place_of(weight: Weight, shape: tuple[int, ...]) -> Place:
 
 @lru_cache(maxsize=64)
 def layout_of(config: ModelConfig) -> Layout:
-    """The place of every logical parameter, in the model's order."""
+    """The placement of every logical parameter, by its name, in the model's order."""
     from modeling.logical import logical_parameters  # with torch, which the table above does without
 
     return {name: place_of(tensor.weight, tensor.shape) for name, tensor in logical_parameters(config).items()}

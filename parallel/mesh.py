@@ -1,9 +1,9 @@
-"""Which rank sits where, and the groups through which ranks talk.
+"""The mesh: each rank's position on the axes of parallelism, and the process groups along them.
 
     world = pp x dp x cp x tp      tp varies fastest: rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-Experts fold the same dp x cp x tp ranks of a stage another way: ep consecutive ranks hold all experts once, and the
-edp = dp * cp * tp / ep ranks that hold the same experts replicate them.
+For experts the same dp x cp x tp ranks of a stage are divided another way: ep consecutive ranks hold all experts once,
+and edp = dp * cp * tp / ep ranks hold the same experts (each expert has edp replicas).
 """
 
 import datetime
@@ -35,7 +35,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place. ``control`` is a gloo group over the world, for objects and small CPU tensors."""
+    """This process's rank, its device, and its position on every axis, with the axes' process groups.
+
+    ``control`` is a gloo group over all ranks, for objects and small CPU tensors. The device's own group over all ranks
+    (NCCL on CUDA) is torch's default group.
+    """
 
     rank: int
     world_size: int
@@ -56,7 +60,7 @@ class Mesh:
         return _place(self.rank, {name: (getattr(self, name).rank, getattr(self, name).degree) for name in SHOWN_AXES})
 
 
-SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")  # those that name a place
+SHOWN_AXES = ("pp", "dp", "cp", "tp", "ep")  # the axes whose positions name a rank in messages
 
 
 def _place(rank: int, axes: dict[str, tuple[int, int]]) -> str:
@@ -67,7 +71,7 @@ def _place(rank: int, axes: dict[str, tuple[int, int]]) -> str:
 
 @dataclass(frozen=True)
 class Degrees:
-    """The axes' degrees for a world size; dp is what remains."""
+    """The degrees of all axes for a number of processes; dp is what the other axes leave."""
 
     world_size: int
     tp: int = 1
@@ -88,16 +92,16 @@ class Degrees:
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """The number of ranks of one pipeline stage."""
         return self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
-        """How often each expert is held."""
+        """The number of ranks that hold the same experts."""
         return self.stage // self.ep
 
     def places(self) -> list[str]:
-        """Each rank's name in messages, as ``Mesh.place`` says it."""
+        """Each rank's name in messages, such as "rank 3 (pp 1, tp 1)", by rank."""
         found: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world_size)]
         for name in SHOWN_AXES:
             for line in self.lines(name):
@@ -117,7 +121,7 @@ class Degrees:
         return [tuple(line) for line in lines.values()]
 
     def elsewhere(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The rank's coordinates that are constant along ``axis``."""
+        """The rank's coordinates that are the same for all ranks of its line along ``axis``."""
         tp = rank % self.tp
         cp = rank // self.tp % self.cp
         dp = rank // (self.tp * self.cp) % self.dp
@@ -150,8 +154,8 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int 
     """Joins the process group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All ranks call it.
 
     On CUDA the rank's own device is set before anything else, so that no two ranks share a GPU. DeepSpeed finds the
-    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process; on NCCL,
-    which does so by SIGABRT, ``nccl_seconds`` count, if given: a watchdog that says more is to come first.
+    group initialized and uses it. A collective that takes longer than ``timeout_seconds`` ends the process. NCCL does
+    so by SIGABRT; ``nccl_seconds``, if given, is its limit instead, so that a watchdog that reports more can act first.
     """
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     device = own_device()
@@ -186,7 +190,10 @@ def _open_axis(
     groups: dict[tuple[int, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Axis:
-    """This rank's line along one axis. Only the line's own ranks create its group; axes with the same line share it."""
+    """This rank's line along one axis, with its group. Only the line's own ranks create the group.
+
+    ``groups`` holds the groups made so far, by their ranks: axes with the same line share one.
+    """
     mine = next(line for line in lines if rank in line)
     if mine not in groups:
         with _split_if_told_apart(lines):
@@ -198,11 +205,11 @@ def _open_axis(
 
 @contextmanager
 def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[None]:
-    """While it is entered, groups are split off the default one only where NCCL can tell all ``lines`` apart.
+    """While entered, new groups are split off the default group only where NCCL can tell all ``lines`` apart.
 
     A split takes ranks of one colour as one group, and torch's colours are 31-bit hashes of the ranks: of 16,384 lines
-    two share one with a probability of 6%, and would become one communicator. Groups that are not split off find each
-    other through the store instead, which takes longer. All ranks come to the same answer.
+    two share a colour with a probability of 6%, and would become one communicator. The ranks of groups that are not
+    split off find each other through the store instead, which takes longer. All ranks come to the same answer.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -216,7 +223,7 @@ def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[None]:
 
 
 def lone_mesh(device: torch.device) -> Mesh:
-    """The mesh of one process that talks to nobody: for evaluation and generation outside a job."""
+    """The mesh of one process without process groups, for evaluation and generation outside a distributed job."""
     alone = {name: Axis(0, 1, (0,), None) for name in AXES}
     return Mesh(rank=0, world_size=1, device=device, control=None, **alone)
 
@@ -229,17 +236,17 @@ def close_mesh() -> None:
 
 @contextmanager
 def opened_mesh(parallel: ParallelConfig, timeout_seconds: int) -> Iterator[Mesh]:
-    """The mesh, until all ranks leave it together.
+    """The mesh as a context manager; all ranks enter and leave it together.
 
-    A rank that fails leaves its groups as they are, to the process's end: to close one of NCCL's is to wait for what
-    was begun there, and so for ranks that wait for this one.
+    A rank that raises does not close its groups, which last until the process ends: closing an NCCL group waits for the
+    collectives that were started there, and so for ranks that wait for this one.
     """
     yield open_mesh(parallel, timeout_seconds)
     close_mesh()
 
 
 def wait_for_all(mesh: Mesh) -> None:
-    """Returns when every rank has come here. All ranks call it."""
+    """Returns when every rank has called it (a barrier of gloo). All ranks call it."""
     if mesh.control is not None:
         dist.barrier(group=mesh.control)
 
@@ -247,8 +254,9 @@ def wait_for_all(mesh: Mesh) -> None:
 def sum_over_ranks(values: Tensor, mesh: Mesh) -> Tensor:
     """The sum of a small tensor over all ranks, on every rank's device. All ranks call it.
 
-    Over the devices' own group: NCCL's trees take a number of hops that grows with the logarithm of the ranks, gloo's
-    ring 2 (n - 1) of them, one after another. Sends 2 (n-1)/n of the tensor's bytes a rank.
+    Before: a summand of the same shape on each rank, on any device. After: the same sum on all; ``values`` is
+    unchanged. It goes over the devices' own group: NCCL's trees take a number of hops that grows with the logarithm of
+    the ranks, gloo's ring 2 (n - 1) of them, one after another. Each of n ranks sends 2 (n-1)/n of the tensor's bytes.
     """
     total = values.to(mesh.device, copy=True)
     if mesh.control is not None:
@@ -257,9 +265,10 @@ def sum_over_ranks(values: Tensor, mesh: Mesh) -> Tensor:
 
 
 def max_over_ranks(values: Tensor, mesh: Mesh) -> Tensor:
-    """Each number's largest value over all ranks, on every rank's device. All ranks call it.
+    """The elementwise maximum of a small tensor over all ranks, on every rank's device. All ranks call it.
 
-    Over the devices' own group, as a sum. Sends 2 (n-1)/n of the tensor's bytes a rank.
+    Before: a tensor of the same shape on each rank, on any device. After: the same maxima on all; ``values`` is
+    unchanged. It goes over the devices' own group. Each of n ranks sends 2 (n-1)/n of the tensor's bytes.
     """
     largest = values.to(mesh.device, copy=True)
     if mesh.control is not None:

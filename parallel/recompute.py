@@ -1,11 +1,13 @@
-"""Recomputation: activations dropped in the forward pass and computed again in the backward.
+"""Activation recomputation: activations are dropped in the forward pass and computed again in the backward pass.
 
-full keeps only each layer's input. feed_forward drops the feed-forward half of each layer (norm, router, experts) and
-what attention's norm puts out, and keeps the rest of attention. selective drops what norms, rotations, gates and the
-router make, and keeps what they are made of; of products it computes the router's and those of queries, keys and values
-again, and where experts go one after another half of their gates and ups. No torch checkpoint: its reentrant kind, and
-its policies over single operators, fail under zero-bubble schedules, and the other kind runs the forward pass again for
-each of their parts. A layer that runs again keeps what its router chose, so that computing again routes alike.
+``full`` keeps only each layer's input. ``feed_forward`` drops the feed-forward half of each layer (norm, router,
+experts) and the output of attention's norm, and keeps the rest of attention. ``selective`` drops the outputs of norms,
+rotations, gates and the router, and keeps their inputs; of matrix products it computes again the router's, those of
+queries, keys and values, and, where experts are computed one after another (on CPUs), half of their gates and ups.
+
+torch.utils.checkpoint is not used: its reentrant kind, and its policies over single operators, fail under zero-bubble
+schedules, and the other kind runs the forward pass again for each part of a backward pass. A layer that is computed
+again keeps its router's choices, so that the second run sends tokens to the same experts.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from parallel.offload import Offloader
 from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
-KEPT_SHARE = 0.5  # of experts' gates and ups under ``selective``, on a CPU: docs/speed.md has what that costs
+KEPT_SHARE = 0.5  # of experts' gates and ups, kept under ``selective`` on a CPU: docs/speed.md has what that costs
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
@@ -36,11 +38,11 @@ Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, ret
 def apply_recompute(
     model: Decoder, recompute: Recompute | Modes, *, weights_stay: bool = True, offloader: Offloader | None = None
 ) -> None:
-    """Puts layers that recompute what ``recompute`` names, for all or for each of them, in the layers' places.
+    """Replaces the model's layers by ones that recompute what ``recompute`` names, for all layers or for each.
 
-    Changes no value. Ranks that share a stage must name the same: under ZeRO 3 they gather weights in one order.
+    Changes no value. Ranks that share a stage must pass the same, since under ZeRO 3 they gather weights in one order.
     ``weights_stay``: whether weights stay in memory from the forward to the backward pass (not under ZeRO 3).
-    ``offloader``: what takes the tensors that layers keep to the host; None: they stay on the device.
+    ``offloader``: copies the tensors that layers keep to the host; None: they stay on the device.
     """
     modes: dict[str, Recompute] = {name: mode_of(recompute, int(name)) for name in model.layers}
     if "selective" in modes.values() and model.final_norm is not None:
@@ -63,18 +65,18 @@ def apply_recompute(
 
 
 def offloader_in(model: Decoder) -> Offloader | None:
-    """What takes to the host what a model's layers keep; None: it stays on the device."""
+    """The offloader that copies the activations of the model's layers to the host; None: they stay on the device."""
     twins = [layer for layer in model.layers.values() if isinstance(layer, TwinLayer)]
     return twins[0].offloader if twins else None
 
 
 def mode_of(recompute: Recompute | Modes, layer: int) -> Recompute:
-    """What a layer recomputes."""
+    """The mode of the layer with this number in the whole model."""
     return recompute[layer] if isinstance(recompute, tuple) else recompute
 
 
 class TwinLayer(DecoderLayer):
-    """A layer of another's modules, which keeps on the host what it would keep on the device."""
+    """A decoder layer with another one's modules, whose kept activations go to the host if there is an offloader."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None = None) -> None:
         super().__init__(
@@ -94,24 +96,24 @@ class TwinLayer(DecoderLayer):
 
     @property
     def keep(self) -> Keep:
-        """What becomes of a tensor that is needed in the backward pass."""
+        """Turns a tensor that the backward pass needs into what is held of it until then."""
         return Tensor.detach if self.offloader is None else self.offloader.keep
 
     def forward(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Passed:
-        """As DecoderLayer."""
+        """The layer's output, as DecoderLayer computes it, with its saved tensors handed to the offloader if any."""
         with nullcontext() if self.offloader is None else self.offloader.during(self, context):
             return self.compute(hidden_BSD, context, cache)
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
-        """``forward`` of the layer in whose place this one is."""
+        """The layer's output by the forward pass of DecoderLayer; subclasses recompute parts of it."""
         return super().forward(hidden_BSD, context, cache)
 
 
 class RecomputedLayer(TwinLayer):
-    """A layer that computes parts of itself again; its kinds below say which."""
+    """A layer that computes parts of itself again in the backward pass; its subclasses say which."""
 
     def run(self, function: Callable[..., Passed], *hidden: Tensor, context: Context) -> Passed:
-        """What ``function`` makes of ``hidden``. The second run takes the experts that the first one chose."""
+        """``function`` of ``hidden``, computed again in the backward pass with the experts that the first run chose."""
         chosen: dict[int, Tensor] = {}
 
         def choosing_once(*hidden: Tensor) -> Passed:
@@ -124,33 +126,33 @@ class RecomputedLayer(TwinLayer):
 
 
 class FullyRecomputedLayer(RecomputedLayer):
-    """A layer that keeps its input alone."""
+    """A layer that keeps only its input, and computes all else again in the backward pass."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None) -> None:
         super().__init__(layer, offloader)
         keep_gates_and_ups(self, share_of_second_run(self))
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
-        """As TwinLayer."""
+        """The layer's output; the whole layer is computed again in the backward pass."""
         whole = super().compute
         return self.run(lambda hidden_BSD, context: whole(hidden_BSD, context, cache), hidden_BSD, context=context)
 
 
 class RemakingLayer(RecomputedLayer):
-    """Makes chains of elementwise work again: of those that its kinds below put ``remaker`` around."""
+    """A layer that makes chains of elementwise work again; its subclasses say of which modules, through ``remaker``."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader)
         self.remaker = Remaker(weights_stay=weights_stay, keep=self.keep)
 
     def compute(self, hidden_BSD: Tensor, context: Context, cache: LayerCache | None) -> Passed:
-        """As TwinLayer."""
+        """The layer's output, computed while ``remaker`` replaces the chains' saved tensors."""
         with self.remaker.within(self):
             return super().compute(hidden_BSD, context, cache)
 
 
 class HalfRecomputedLayer(RemakingLayer):
-    """Keeps the attention's half but for what its norm puts out, and the input of the feed-forward half."""
+    """Keeps the attention half's tensors, except its norm's output, and of the feed-forward half only the input."""
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
@@ -158,15 +160,15 @@ class HalfRecomputedLayer(RemakingLayer):
         keep_gates_and_ups(self, share_of_second_run(self))
 
     def add_feed_forward(self, hidden_BSD: Tensor, seen_BSD: Tensor, context: Context) -> Passed:
-        """As DecoderLayer."""
+        """The layer's output after its feed-forward half, which is computed again in the backward pass."""
         return self.run(super().add_feed_forward, hidden_BSD, seen_BSD, context=context)
 
 
 class ProductsKeptLayer(RemakingLayer):
-    """Keeps what goes into its chains of elementwise work, and what its products put out.
+    """Keeps the inputs of its chains of elementwise work, and the outputs of its matrix products.
 
-    Queries, keys, values and gates of attention are products again, the cheapest for the bytes that they save. Not
-    under ZeRO 3, where their weights are not there when attention's backward pass wants them.
+    The products of queries, keys, values and gates of attention are computed again, as the cheapest for the bytes that
+    they save; not under ZeRO 3, where their weights are not in memory when attention's backward pass needs them.
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
@@ -183,17 +185,18 @@ class ProductsKeptLayer(RemakingLayer):
 
 
 def keep_gates_and_ups(layer: DecoderLayer, share: float) -> None:
-    """Experts that go one after another keep what their products by gate and up put out for that share of the rows."""
+    """Sets the share of the rows whose gate and up products are kept, where experts are computed one after another."""
     for module in layer.modules():
         if isinstance(module, Experts):
             module.kept_share = share
 
 
 def share_of_second_run(layer: DecoderLayer) -> float:
-    """The share where the layer's half with the experts runs again.
+    """The share of the experts' gates and ups to keep where the feed-forward half is computed again: 0 or 1.
 
-    With 0 the second run stops before its experts, which multiply again in their own backward pass; where something of
-    the layer behind them is kept it would compute them, too, so they keep all.
+    With 0 the second run ends before the experts, which compute these products again in their own backward pass. Where
+    the layer keeps something after its experts (a norm's input, dropout), the second run would compute the experts too,
+    so with 1 they keep all.
     """
     ends = not layer.norms_outputs and layer.feed_forward_post_norm is None and not layer.residual_dropout
     return 0.0 if ends else 1.0

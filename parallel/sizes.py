@@ -1,4 +1,4 @@
-"""Sizes from which on the same numbers are computed piece by piece, or moved in several parts."""
+"""Sizes of the pieces in which work is computed or tensors are sent; they change memory and speed, not results."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,10 @@ from parallel.context_parallel.plan import TILE
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Made for memory and speed: no result depends on them beyond rounding, so they are no part of a run's config.
+    """Sizes chosen for memory and speed. No result depends on them beyond rounding, so they are no part of the config.
 
-    A proof's little model lies below all of them; so the proof passes small ones, and every way of computing is taken.
+    The small model of a proof (``launcher.prove``) would stay below all of these, so a proof passes smaller ones, by
+    which every way of computing is taken.
     """
 
     # Logits that exist at once; the loss goes through the tokens in such chunks. None: what is fast on the device.
@@ -31,7 +32,7 @@ class Sizes:
     # Activations on the host: in pages of a power of two; smaller tensors stay on the device.
     page_bytes: int = 32 << 20
     least_offloaded_bytes: int = 1 << 20
-    # DeepSpeed's, and its own defaults but for `reduced`, which is ours; in elements.
+    # DeepSpeed's sizes and its own defaults, except `reduced`, which is Roundtable's. All are in elements.
     bucket: int = 500_000_000  # gradients reduced by one collective, and updated weights gathered by one (ZeRO 0 to 2)
     # gradients reduced by one collective during a backward pass (parallel.grad_reduce); Megatron's default
     reduced: int = 40_000_000

@@ -1,9 +1,9 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198).
 
-Between layers each rank of tp holds its part of the positions. Attention and feed-forward layers gather them, compute
-with their heads or channels, and sum and cut the result; norms and routers work on the part. The vocabulary is cut too:
-no rank ever holds the full logits. Shape letters: B batch, S sequence, T tokens, D d_model, V the rank's part of the
-vocabulary.
+Between layers each rank of tp holds its part of the positions. Attention and feed-forward layers all-gather them,
+compute with the rank's heads or channels, and reduce-scatter the result; norms and routers work on the rank's part. The
+vocabulary is cut too: no rank ever holds the full logits. Shape letters: B batch, S sequence, T tokens, D d_model, V
+the rank's part of the vocabulary.
 """
 
 import torch
@@ -23,7 +23,10 @@ from parallel.mesh import Axis
 
 
 def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
-    """Makes the decoder compute with its cut weights. Call after the weights are cut; changes no value."""
+    """Makes the decoder compute with weights that are cut over ``axis`` (tp): sets its collectives and layers.
+
+    Call it after the weights are cut. Changes no value and sends nothing.
+    """
     shared = SharedPositions(axis)
     for module in model.modules():
         if isinstance(module, Mixer | FeedForward):
@@ -38,25 +41,25 @@ def apply_tensor_parallelism(model: Decoder, axis: Axis) -> None:
 
 
 class SharedPositions(Positions):
-    """modeling.positions.Positions where each rank of tp holds its part of them between layers."""
+    """The positions of a sequence, of which each rank of tp holds an equal part between layers."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.rank, self.degree = axis.rank, axis.degree
 
     def gather(self, hidden_BSD: Tensor) -> Tensor:
-        """From this rank's part of the positions to all of them. All ranks of tp call it."""
+        """From this rank's part of the positions (B, S/n, D) to all of them (B, S, D). All ranks of tp call it."""
         return gather_sequence(hidden_BSD, self.axis)
 
     def scatter_sum(self, partial_BSD: Tensor) -> Tensor:
-        """From each rank's summand to this rank's part of the sum. All ranks of tp call it."""
+        """From each rank's summand (B, S, D) to this rank's part of the sum (B, S/n, D). All ranks of tp call it."""
         return scatter_sum_sequence(partial_BSD, self.axis)
 
 
 class CutRMSNorm(RMSNorm):
-    """A norm over a dim of which this rank holds a part. Takes over the weight of ``norm``.
+    """An RMS norm over a dim of which this rank holds a part. Takes over the weight of ``norm``.
 
-    A mean crosses the axis in each direction: 2 (n-1)/n times 4 bytes a token.
+    One mean a token is all-reduced in the forward and one in the backward pass: 2 (n-1)/n times 4 bytes each.
     """
 
     def __init__(self, norm: RMSNorm, axis: Axis) -> None:
@@ -71,12 +74,12 @@ class CutRMSNorm(RMSNorm):
         return rms_norm(hidden, self.weight, **numbers, mean_of_all=self.mean_of_all)
 
     def mean_of_all(self, mean_square: Tensor) -> Tensor:
-        """The mean of all ranks' means, which are of equal parts. All ranks of tp call it."""
+        """The mean over all ranks' channels, from each rank's mean over its equal part. All ranks of tp call it."""
         return sum_both_ways(mean_square, self.axis) / self.axis.degree
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding of which this rank holds some rows. Takes over the weight of ``embed``."""
+    """An embedding of which this rank holds an equal part of the rows. Takes over the weight of ``embed``."""
 
     def __init__(self, embed: Embedding, axis: Axis) -> None:
         nn.Module.__init__(self)
@@ -84,7 +87,11 @@ class VocabParallelEmbedding(Embedding):
         self.axis = axis
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """The tokens' rows at this rank's positions. Each rank looks up the rows that it holds; all are summed."""
+        """The tokens' embeddings at this rank's positions (B, S/n, D), from the tokens at all positions (B, S).
+
+        Each rank looks up the rows that it holds, with zeros for all other tokens, and these are reduce-scattered:
+        (n-1)/n of the bytes of (B, S, D). All ranks of tp call it.
+        """
         weight_VD = self.weight
         local_BS = tokens_BS - self.axis.rank * weight_VD.shape[0]
         here_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
@@ -93,10 +100,11 @@ class VocabParallelEmbedding(Embedding):
 
 
 class VocabParallelHead(Head):
-    """The head and the loss over a cut vocabulary. Takes over the weight of ``head``.
+    """The head and the loss over a vocabulary that is cut over tp. Takes over the weight of ``head``.
 
-    For each chunk a maximum and two sums cross the axis: 2 (n-1)/n times 12 bytes a token. The gradient by the hidden
-    states is this rank's summand; gathering the positions sums it on the way back.
+    For each chunk of tokens a maximum and two sums are all-reduced: 2 (n-1)/n times 12 bytes a token. Each rank
+    computes a summand of the gradient by the hidden states; these are summed by the reduce-scatter that is the backward
+    pass of gathering the positions.
     """
 
     def __init__(self, head: Head, axis: Axis) -> None:
@@ -107,23 +115,30 @@ class VocabParallelHead(Head):
         self.axis = axis
 
     def forward(self, hidden_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The sums over all positions' targets (fp64), the same on every rank of tp; each has its part of them."""
+        """The sums of cross-entropies and of z-losses over all positions (fp64 scalars), the same on every rank of tp.
+
+        ``hidden_BSD``: the hidden states at this rank's positions. ``targets_BS``: the targets of all positions, which
+        must be given. All ranks of tp call it.
+        """
         assert targets_BS is not None, "a cut vocabulary gives a loss, not logits"
         return super().forward(gather_sequence(hidden_BSD, self.axis), targets_BS)
 
     def chunk_losses(
         self, logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One chunk's losses and gradient, from this rank's part of the logits."""
+        """One chunk's losses and gradient, from this rank's part of the logits. All ranks of tp call it."""
         return losses_and_gradient(logits_TV.float(), targets_T, self.axis, self.z_loss)
 
 
 def losses_and_gradient(
     logits_TV: Tensor, targets_T: Tensor, axis: Axis, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``modeling.loss.Losses`` of a cut vocabulary, the gradient by this rank's logits; ``z_loss`` is the coefficient.
+    """Each target's cross-entropy and squared logsumexp, and their sum's gradient by this rank's part of the logits.
 
-    All ranks of the axis call it. Overwrites ``logits_TV``.
+    Before: each rank of the axis holds its part of the vocabulary's logits (T, V), and all targets (T). After: the same
+    losses (T) on every rank, zero where a target is IGNORE, and another part of the gradient (T, V) on each. The
+    squared logsumexp is the z-loss, which enters the gradient times the coefficient ``z_loss``. All ranks of the axis
+    call it. Overwrites ``logits_TV``. Bytes: 2 (n-1)/n times 12 a token in fp32.
     """
     n_local = logits_TV.shape[1]
     local_T = targets_T - axis.rank * n_local

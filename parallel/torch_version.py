@@ -1,4 +1,4 @@
-"""What the installed torch is new enough for. Reads the package's record alone, without importing torch."""
+"""Comparison of torch's version numbers, given as text, so that torch need not be imported."""
 
 
 def is_at_least(installed: str, first: tuple[int, int]) -> bool:

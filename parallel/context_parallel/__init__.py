@@ -1,1 +1,1 @@
-"""Context parallelism: the positions of a sequence divided over ranks, and attention cores that talk."""
+"""Context parallelism: the positions of a sequence divided over ranks, and attention cores that communicate."""

@@ -1,4 +1,4 @@
-"""What a layer may look at where a rank holds only a part of each sequence."""
+"""The context that layers see under context parallelism, where a rank holds only a part of each sequence."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -14,10 +14,10 @@ from parallel.mesh import Axis
 
 @dataclass
 class HeldContext(Context):
-    """The held positions' Context, and the whole sequences' beside it.
+    """The Context of the positions that this cp rank holds, together with that of the whole sequences.
 
-    ``positions_BS``, ``documents_BS`` and everything derived from them (rotary tables, tokens to route) speak of the
-    positions that this cp rank holds, in held order. The attention cores take ``whole``: all positions in natural
+    ``positions_BS``, ``documents_BS`` and everything derived from them (rotary tables, tokens to route) are those of
+    the positions that this cp rank holds, in held order. The attention cores use ``whole``: all positions in natural
     order, the same on every cp rank, so its masks and boundaries are built once for all layers.
     """
 
@@ -27,14 +27,14 @@ class HeldContext(Context):
     piece_plans: dict[int | None, PiecePlan] = field(default_factory=dict)
 
     def pieces(self, window: int | None, axis: Axis) -> PiecePlan:
-        """What ring attention computes where a kernel for various lengths does it. Planned once for all layers."""
+        """Ring attention's plan by pieces of documents, for variable-length kernels. Made once for all layers."""
         if window not in self.piece_plans:
             places = (self.whole.positions_BS.shape[1], window, axis.rank, axis.degree)
             self.piece_plans[window] = plan_pieces(self.whole.bounds, *places, self.positions_BS.device)
         return self.piece_plans[window]
 
     def to(self, device: torch.device) -> Self:
-        """This context on the device, the whole sequences' too."""
+        """This context and ``whole``, copied from the CPU to the device."""
         if device.type == "cpu":
             return self
         moved = super().to(device)
@@ -45,7 +45,7 @@ class HeldContext(Context):
 def split_context(whole: Context, axis: Axis) -> HeldContext:
     """This cp rank's part of a Context of whole sequences (natural order; 2 * cp divides their length).
 
-    The scales carry over as they are; ``choices`` starts empty, since it would hold the held tokens' experts only. No
+    The scales are unchanged; ``choices`` starts empty, since it would hold the held tokens' experts only. No
     communication.
     """
     documents_BS, draws = take_share(whole.documents_BS, axis), whole.draws
@@ -60,6 +60,6 @@ def split_context(whole: Context, axis: Axis) -> HeldContext:
         z_scale=whole.z_scale,
         draws=draws,
         bound=whole.bound,
-        has_padding=whole.has_padding,  # of all ranks, whoever holds it: their graphs are to be the same
+        has_padding=whole.has_padding,  # also on ranks that hold no padding: all ranks' graphs must be the same
         whole=whole,
     )

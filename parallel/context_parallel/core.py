@@ -1,4 +1,4 @@
-"""The communicating twin of modeling.kernels.attention.attend."""
+"""Attention cores for context parallelism, which communicate over cp, with the signature of the one-device cores."""
 
 from functools import partial
 from typing import Literal, assert_never
@@ -24,10 +24,10 @@ def make_core(
 ) -> AttentionCore:
     """An attention core over the cp axis (degree above 1), for ``modeling.attention.Attention.core``.
 
-    It takes the held positions' queries, keys and values and a ``HeldContext``. All ranks of the axis call it, layer by
-    layer, forward and backward. ``tile``: queries, and keys, of one kernel call of the ring; ``block``: queries of
-    one of ``attend``'s pieces. ``kernel``: what the ring computes pieces of documents with, whatever the device
-    (``ring_attend``).
+    The core takes the held positions' queries, keys and values and a ``HeldContext``, and returns attention's output at
+    the held positions. All ranks of the axis call it, layer by layer, forward and backward. ``tile``: the ring's number
+    of queries, and of keys, in one kernel call. ``block``: queries of one kernel call of Ulysses' attention on CPUs.
+    ``kernel``: the ring's kernel for pieces of documents on any device; None: FlashAttention where it can.
     """
     assert axis.degree > 1
     match kind:
@@ -40,6 +40,9 @@ def make_core(
 
 
 def make_linear_core(axis: Axis, sizes: RuleSizes | None = None) -> LinearCore:
-    """A core over the cp axis (degree above 1), for ``modeling.linear_attention.LinearAttention.core``."""
+    """A core over the cp axis (degree above 1), for ``modeling.linear_attention.LinearAttention.core``.
+
+    All ranks of the axis call the core, layer by layer, forward and backward.
+    """
     assert axis.degree > 1
     return partial(ulysses_mix, axis=axis, sizes=sizes)

@@ -1,7 +1,8 @@
-"""Linear attention under context parallelism: by all-to-all over heads, whatever attention to keys does.
+"""Linear attention under context parallelism: by all-to-all over heads, whichever way softmax attention communicates.
 
-A head's matrix goes from each token to the next, so a rank that held a part of the positions would wait for the one
-before it. Shape letters as in ``ulysses``; X all numbers of one rank's heads.
+A head's state matrix is passed from each token to the next, so a rank that held only a part of the positions would wait
+for the rank before it. Shape letters: B batch, S positions held, N all positions (cp * S), H value heads, G key heads,
+C channels of a head's query and key, W of its value, K taps; X all numbers of one rank's heads.
 """
 
 import torch
@@ -25,11 +26,12 @@ def ulysses_mix(
     axis: Axis,
     sizes: RuleSizes | None = None,
 ) -> Tensor:
-    """``modeling.linear_attention.mix`` (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
+    """Linear attention's output (B, S, H, W) at the held positions. All ranks of ``axis`` call it.
 
-    In between each rank has H / cp value heads and their key heads at all positions. cp divides H, and it divides G or
-    is a multiple of G; in the latter case each key head goes to the cp / G ranks that need it. Of the weights'
-    gradients each rank finds its heads' part at all positions; gradients are summed over cp anyway.
+    Before and after, each rank holds all heads at its own positions; in between, H / cp value heads and their key heads
+    at all positions, on which ``modeling.linear_attention.mix`` runs. cp divides H, and it divides G or is a multiple
+    of G; in the latter case each key head goes to the cp / G ranks that need it. Each rank computes the weights'
+    gradients for its own heads, at all positions; they become complete when gradients are summed over cp.
 
     Bytes sent by each rank, E bytes an element: B * S * (2 max(G, cp) C + H (2 W + 2)) * E * (cp - 1) / cp forward, and
     as many backward.
@@ -53,5 +55,5 @@ def ulysses_mix(
 
 
 def repeated(taps_XK: Tensor, n_heads: int, times: int) -> Tensor:
-    """The taps of heads each of which comes so many times."""
+    """The taps with those of each of ``n_heads`` heads repeated ``times`` times in a row."""
     return taps_XK.unflatten(0, (n_heads, -1)).repeat_interleave(times, dim=0).flatten(0, 1)

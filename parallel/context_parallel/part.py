@@ -23,7 +23,7 @@ def held_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | N
 
 
 def held_position(index: int, seq_len: int, cp_rank: int, cp: int) -> int:
-    """The natural position of the ``index``-th one that rank ``cp_rank`` of ``cp`` holds, told without a tensor."""
+    """The natural position of the ``index``-th one that rank ``cp_rank`` of ``cp`` holds, as an int."""
     chunk = chunk_length(seq_len, cp)
     return cp_rank * chunk + index if index < chunk else (2 * cp - 1 - cp_rank) * chunk + index - chunk
 
@@ -34,7 +34,10 @@ def rank_major_order(seq_len: int, cp: int, device: torch.device | None = None) 
 
 
 def natural_order(seq_len: int, cp: int, device: torch.device | None = None) -> Tensor:
-    """The inverse (int64): the rank-major place of each natural position; ``rank_major[order]`` is natural."""
+    """Permutation (int64): the rank-major place of each natural position; ``rank_major[order]`` is natural.
+
+    It is the inverse of ``rank_major_order``.
+    """
     chunk = chunk_length(seq_len, cp)
     position = torch.arange(seq_len, device=device)
     number = position // chunk
@@ -50,6 +53,6 @@ def take_share(values_BN: Tensor, axis: Axis) -> Tensor:
 
 
 def chunk_length(seq_len: int, cp: int) -> int:
-    """Positions of one of the 2 * cp chunks. Callers check beforehand that 2 * cp divides seq_len."""
+    """The number of positions of one of the 2 * cp chunks. Callers check beforehand that 2 * cp divides seq_len."""
     assert seq_len % (2 * cp) == 0, (seq_len, cp)
     return seq_len // (2 * cp)

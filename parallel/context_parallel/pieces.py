@@ -1,6 +1,6 @@
-"""What ring attention computes for each block of keys where a kernel for various lengths does it: pieces of documents.
+"""Ring attention's plan by pieces of documents, for kernels that take sequences of various lengths (FlashAttention).
 
-A pure function of where documents begin, of the ring's chunks and of the window; nothing here looks at a device. Every
+The plan follows from where documents begin, the ring's chunks and the window; nothing here reads from a device. Every
 run of equal document numbers in a row is one document (padding too), and its positions are consecutive.
 """
 
@@ -18,7 +18,7 @@ from parallel.context_parallel.part import chunk_length
 
 
 class Part(NamedTuple):
-    """A document's tokens in one chunk: consecutive in their row, and among those that the chunk's rank holds."""
+    """A document's tokens in one chunk: consecutive in their row, and among the tokens that the chunk's rank holds."""
 
     start: int  # in the row
     stop: int
@@ -30,7 +30,10 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive held queries and keys of one document, and what they see of each other (``Pieces``)."""
+    """Consecutive held queries and keys of one document, with the kernel's window limits (``Pieces``).
+
+    ``left`` and ``right``: how many keys a query sees to the left and to the right of the diagonal.
+    """
 
     queries: slice
     keys: slice
@@ -40,9 +43,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceCall:
-    """What one call of a kernel computes. Places are those of the held tokens of all rows, one row after the other."""
+    """The work of one kernel call. Slices are places among the held tokens of all rows, one row after another."""
 
-    queries: list[slice]  # neighbouring ones as one
+    queries: list[slice]  # neighbouring slices joined
     keys: list[slice]
     pieces: Pieces
 
@@ -53,10 +56,10 @@ PiecePlan = list[list[PieceCall]]  # by the cp rank whose keys they are
 def plan_pieces(
     bounds: Sequence[int], seq_len: int, window: int | None, rank: int, cp: int, device: torch.device
 ) -> PiecePlan:
-    """The calls of cp rank ``rank`` for each rank's keys, with one copy to the device, for which nobody waits.
+    """The kernel calls of cp rank ``rank``, by the rank that holds the keys. No communication.
 
-    ``bounds``: where documents begin in the flattened batch, ascending from 0 to its number of tokens, which is one too
-    (``Context.cu_seqlens``).
+    ``bounds``: where documents begin in the flattened batch, ascending from 0, and at the end its number of tokens
+    (``Context.bounds``). The plan's tensors are copied to ``device`` at once, and the host does not wait for them.
     """
     documents = documents_of(bounds, seq_len, rank, cp)
     longest = max(stop - start for _, start, stop in documents)
@@ -105,7 +108,10 @@ def documents_of(bounds: Sequence[int], seq_len: int, rank: int, cp: int) -> lis
 
 
 def _begins_before_a_chunk(document: tuple[int, int, int], seq_len: int, rank: int, cp: int) -> bool:
-    """Whether it reaches from before one of the rank's chunks into it: no other one has keys on another rank."""
+    """Whether the document begins before one of the rank's chunks and reaches into it.
+
+    For no other document do the rank's queries see keys of another rank.
+    """
     chunk, (_, start, stop) = chunk_length(seq_len, cp), document
     return any(start < number * chunk < stop for number in (rank, 2 * cp - 1 - rank))
 
@@ -113,7 +119,7 @@ def _begins_before_a_chunk(document: tuple[int, int, int], seq_len: int, rank: i
 def pieces_of(
     documents: Sequence[tuple[int, int, int]], seq_len: int, window: int | None, rank: int, key_rank: int, cp: int
 ) -> list[Piece]:
-    """The pieces of all documents that ``rank``'s queries and ``key_rank``'s keys share, in held places of all rows."""
+    """The pieces of ``rank``'s queries and ``key_rank``'s keys of all documents, as places among held tokens."""
     chunk = chunk_length(seq_len, cp)
     found = []
     for row, start, stop in documents:
@@ -132,7 +138,7 @@ def pieces_of(
 
 
 def own_pieces(mine: Sequence[Part], window: int | None) -> Iterator[Piece]:
-    """Among a rank's own tokens.
+    """The pieces of one document among a rank's own queries and keys.
 
     A document that reaches into both chunks has the end of the first one and the beginning of the second: they are
     neighbours where they are held, and in their order. So without a window all its tokens are one piece, each token
@@ -149,7 +155,9 @@ def own_pieces(mine: Sequence[Part], window: int | None) -> Iterator[Piece]:
 
 
 def whole_pieces(mine: Sequence[Part], theirs: Sequence[Part]) -> Iterator[Piece]:
-    """Of another rank's keys, where nothing but the order counts: all queries see all keys, in one piece.
+    """The piece of one document with another rank's keys where the window does not matter; none if no query sees a key.
+
+    All queries of the piece see all its keys.
 
     A rank's first chunk lies before both chunks of each rank with a higher number, and its second one after both. So
     both of its chunks see the other rank's first chunk and nothing else, or its second one sees both of the other's;
@@ -163,11 +171,12 @@ def whole_pieces(mine: Sequence[Part], theirs: Sequence[Part]) -> Iterator[Piece
 
 
 def windowed_pieces(mine: Sequence[Part], theirs: Sequence[Part], window: int) -> Iterator[Piece]:
-    """Of earlier chunks' keys within a window: the queries that see one of them, the keys that one of them sees.
+    """The pieces of one document with earlier chunks' keys under a window, without queries and keys that see nothing.
 
-    The kernel's limit on the left counts from the diagonal that ends at the last query p and the last key k, ours from
-    equal positions: the diagonal's keys lie p - k before its queries, so window - 1 of ours are window - 1 - (p - k) of
-    its. That is at least 0: the last query that is left sees the last key.
+    The kernel counts its limit on the left from the diagonal that ends at the last query p and the last key k, whereas
+    a window counts from equal positions. The diagonal's keys lie p - k before its queries, so a window of window - 1
+    earlier keys is a limit of window - 1 - (p - k). That is at least 0, since the last query that is left sees the last
+    key.
     """
     for part in mine:
         for other in theirs:
@@ -183,9 +192,10 @@ def windowed_pieces(mine: Sequence[Part], theirs: Sequence[Part], window: int) -
 
 
 def calls_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in as few calls as may be: of one limit each, and no query twice. Those on the diagonal come first.
+    """The pieces grouped into few calls: those of one call have the same limits, and no query twice.
 
-    The latter since each query has to meet itself first; the former since a call's results are merged at once.
+    No query may come twice since a call's results are merged at once. Pieces on the diagonal come first, since each
+    query has to meet itself first (``parallel.context_parallel.ring.merge``).
     """
     calls: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda each: (each.right != 0, each.queries.start)):
@@ -199,7 +209,7 @@ def calls_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _parts(start: int, stop: int, rank: int, cp: int, chunk: int) -> list[Part]:
-    """What the rank holds of a document."""
+    """The parts of a document, ``start`` to ``stop`` in its row, that the rank holds: at most one in each chunk."""
     whole = [
         Part(rank * chunk, (rank + 1) * chunk, 0),
         Part((2 * cp - 1 - rank) * chunk, (2 * cp - rank) * chunk, chunk),
@@ -221,7 +231,7 @@ def _all_held(parts: Sequence[Part]) -> slice:
 
 
 def _in_row(held: slice, row: int, chunk: int) -> slice:
-    """The place among the tokens of all rows, of which the rank holds two chunks each."""
+    """The place among the held tokens of all rows, from that in one row; the rank holds two chunks of each row."""
     return slice(row * 2 * chunk + held.start, row * 2 * chunk + held.stop)
 
 
@@ -234,7 +244,7 @@ def _ends(call: Sequence[Piece], side: str) -> list[int]:
 
 
 def _joined(places: Sequence[slice]) -> list[slice]:
-    """The same places in the same order, neighbours as one."""
+    """The same places in the same order, with neighbouring slices joined."""
     found = [places[0]]
     for each in places[1:]:
         if each.start == found[-1].stop:

@@ -1,4 +1,4 @@
-"""What ring attention computes for each block of keys, decided once for all layers of one sliding window.
+"""Ring attention's plan by tiles: which queries meet which keys, decided once for all layers of one sliding window.
 
 Shape letters: B batch, Q queries, S keys.
 """
@@ -21,7 +21,7 @@ TILE = (
 
 @dataclass(frozen=True)
 class Tile:
-    """Some of this rank's queries and of a block's keys, as slices of the held positions, and where they lie.
+    """Some of this rank's queries and some of one rank's keys, as slices of the held positions, with their positions.
 
     It holds O(Q + S) numbers; masks are built when they are needed.
     """
@@ -33,7 +33,7 @@ class Tile:
     key_positions_BS: Tensor
     key_documents_BS: Tensor
     window: int | None
-    query_places_Q: Tensor  # in the samples, as the keys' that follow from the first one's
+    query_places_Q: Tensor  # in the sample; the keys' places are consecutive from ``first_key_place``
     first_key_place: int
     sees_all: bool = False  # every query sees every key
 
@@ -42,7 +42,7 @@ class Tile:
         return None if self.sees_all else self._mask_BQS()
 
     def mask(self, terms: ScoreTerms) -> Tensor | None:
-        """The mask; where scores go by the distance, what is added to them (``Alibi.mask``, ``biased``)."""
+        """The mask (None: every query sees every key), or, with position terms, what is added to the scores."""
         if terms.alibi is not None:
             return terms.alibi.mask(self._mask_BQS(), self.query_positions_BQ, self.key_positions_BS)
         if terms.bias_HN is None:
@@ -50,13 +50,13 @@ class Tile:
         return biased(self.mask_BQS(), terms.bias_HN, self.buckets_BQS(terms))
 
     def buckets_BQS(self, terms: ScoreTerms) -> Tensor:
-        """The bucket of each pair's distance, where there is a bias."""
+        """The relative-position bucket of each query and key (B, Q, S). ``terms`` must have a bias."""
         buckets_BQS = terms.buckets_of(self.query_positions_BQ, self.key_positions_BS)
         assert buckets_BQS is not None
         return buckets_BQS
 
     def factors(self, terms: ScoreTerms) -> Tensor | None:
-        """Where weights are dropped, what each pair's is multiplied by."""
+        """Attention dropout's factor for each query and key; None without dropout."""
         return terms.factors(self.query_places_Q, self.first_key_place, self.key_positions_BS.shape[1])
 
     def _mask_BQS(self) -> Tensor:
@@ -69,10 +69,11 @@ RingPlan = list[list[Tile]]  # by the cp rank whose keys they are
 
 
 def plan_ring(whole: Context, window: int | None, axis: Axis, tile: int = TILE) -> RingPlan:
-    """The tiles that this rank computes, ``tile`` queries by as many keys: all but those in which no query sees a key.
+    """The tiles that this rank computes, of ``tile`` queries and keys at most, by the rank that holds the keys.
 
-    Skipped are the future, other documents, and what lies outside the window. Among a rank's own keys, each query's
-    tile with itself comes first. No communication; on CUDA one wait for the device.
+    Tiles in which no query sees a key are left out: the future, other documents, and what lies outside the window.
+    Among a rank's own keys, each query's tile with itself comes first. No communication; on CUDA the host waits for the
+    device once.
     """
     plan = [_all_tiles(whole, window, axis, key_rank, tile) for key_rank in range(axis.degree)]
     verdicts = torch.stack([torch.stack([_how_much(each) for each in tiles]) for tiles in plan]).tolist()
@@ -108,14 +109,14 @@ def _all_tiles(whole: Context, window: int | None, axis: Axis, key_rank: int, ti
 
 
 def _slices(n_held: int, tile: int) -> list[slice]:
-    """The held positions, cut between the two chunks and into pieces of at most ``tile``."""
+    """The held positions as slices of at most ``tile``, none of which spans the two chunks."""
     chunk = n_held // 2
     starts = [half + start for half in (0, chunk) for start in range(0, chunk, tile)]
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], n_held], strict=True)]
 
 
 def _how_much(tile: Tile) -> Tensor:
-    """Two bools on the device: does any query see any key, and every query every key."""
+    """Two bools on the device: whether any query sees any key, and whether every query sees every key."""
     mask_BQS = tile.mask_BQS()
     assert mask_BQS is not None
     return torch.stack([mask_BQS.any(), mask_BQS.all()])

@@ -1,7 +1,7 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889) over zig-zag chunks: keys and values travel, queries stay.
 
-Two ways of computing a block: pieces of documents by FlashAttention, on CUDA in half precision, and tiles with masks.
-The latter know everything that scores may have, and are what the former has to equal.
+A block is computed in one of two ways: by pieces of documents with FlashAttention, on CUDA in half precision, or by
+tiles with masks. Tiles support all terms that scores may have, and are the reference for pieces.
 
 Shape letters: B batch, S positions held, T all rows' positions held (B * S), H heads, G key-value heads, C d_head; 2 in
 front: keys and values.
@@ -29,14 +29,14 @@ KEYS, GRADIENTS = 0, 1  # tags of the two kinds of messages; both may be under w
 
 
 class Work(NamedTuple):
-    """What this rank computes, by the cp rank whose keys they are: tiles, or calls of a kernel, not both."""
+    """What this rank computes, by the cp rank that holds the keys: either tiles or kernel calls by pieces."""
 
     tiles: RingPlan | None = None
     calls: PiecePlan | None = None
     kernel: PiecesKernel = FLASH
 
     def of(self, key_rank: int) -> tuple[Sequence[Tile], Sequence[PieceCall]]:
-        """The tiles, or the calls, for that rank's keys."""
+        """The tiles and the calls for the keys of ``key_rank``; one of the two is empty."""
         return (self.tiles[key_rank] if self.tiles else (), self.calls[key_rank] if self.calls else ())
 
 
@@ -54,16 +54,16 @@ def ring_attend(
 ) -> Tensor:
     """Attention's output (B, S, H, C) at the held positions. All ranks of ``axis`` call it.
 
-    ``kernel``: what computes pieces of documents, where it knows the scores' terms; None: FlashAttention where it can.
-    Everything else goes by tiles.
+    Before and after, each rank holds all heads at its own positions; blocks of keys and values pass by, one at a time,
+    so memory grows with S, not with cp * S. Outputs and gradients are summed in fp32 in every dtype.
 
-    Each rank holds all heads at its own positions throughout; blocks of keys and values pass by, one at a time, so
-    memory grows with S, not with cp * S. Outputs and gradients are summed in fp32 in every dtype.
+    ``kernel``: computes pieces of documents, where it supports the scores' terms; None: FlashAttention where it can.
+    Everything else is computed by tiles of at most ``tile`` queries and keys.
 
     Bytes sent by each rank, E bytes an element: (cp - 1) * 2 * B * S * G * C * E forward, in cp - 1 messages, and
     (cp - 1) * 2 * B * S * G * C * (E + 4) backward, in cp - 1 of keys and values and cp - 1 of their gradients in fp32.
 
-    Values may have fewer channels than keys, with which they travel in one tensor: zeros fill them up on the way.
+    Values may have fewer channels than keys; they are padded with zeros, since both are sent in one tensor.
     """
     assert isinstance(context, HeldContext)
     n_channels = v_BSGC.shape[-1]
@@ -119,12 +119,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, work: Work, axis: Axis, terms: ScoreTerms) -> tuple[Tensor, Tensor]:
-    """(out_BSHC, lse_BHS) in fp32. At step n this rank works on the keys of rank - n, while the next block arrives.
+    """Attention's output (B, S, H, C) and log-sum-exp (B, H, S) at the held positions, in fp32.
 
-    Sinks join at the end, once: a rank's queries have then met all their keys.
+    All ranks of ``axis`` call it. At step n this rank works on the keys of rank - n, while the next block arrives.
+    Attention sinks are added once, at the end, when a rank's queries have met all their keys.
 
-    The log-sum-exp is summed in fp64, one number for C of the output: its rounding is a relative error of the weights,
-    and after 256 merges fp32 was off by 2.6e-6, fp64 (rounded at the end) by 2.7e-7 (CPU, 2026-11-21).
+    The log-sum-exp, one number for C numbers of the output, is summed in fp64: its rounding is a relative error of the
+    weights, and after 256 merges fp32 was off by 2.6e-6, fp64 (rounded at the end) by 2.7e-7 (CPU, 2026-11-21).
     """
     batch, held, n_heads, _ = q_BSHC.shape
     out_BSHC = q_BSHC.new_zeros(q_BSHC.shape, dtype=torch.float32)
@@ -174,7 +175,8 @@ def attend_pieces(
 ) -> None:
     """Merges one call's attention into ``out_BSHC`` (fp32) and ``lse_HBS`` (fp64), both contiguous, in place.
 
-    The first call is that of all queries with themselves: there is nothing yet that it would have to be merged with.
+    ``is_first``: the call is that of all queries with themselves, whose result is copied, as there is none yet to
+    merge.
     """
     q_THC, k_TGC, v_TGC = rows_of(q_BSHC, call.queries), rows_of(k_BSGC, call.keys), rows_of(v_BSGC, call.keys)
     block_THC, block_lse_HT = kernel.forward(q_THC, k_TGC, v_TGC, call.pieces)
@@ -205,12 +207,12 @@ def ring_backward(
     axis: Axis,
     terms: ScoreTerms,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dq_BSHC, dkv_2BSGC, dbias_HN) in fp32, the second for this rank's own keys and values.
+    """The gradients (dq_BSHC, dkv_2BSGC, dbias_HN) in fp32, of this rank's own queries, keys and values.
 
-    The last, where there is a bias, is of this rank's queries: gradients are summed over cp anyway.
-
-    Keys and values travel again. A block's gradient starts at the first rank that the block visits, follows it one step
-    behind, grows at every rank, and ends at the block's home, which adds its own part.
+    ``dbias_HN``, where there is a bias, is this rank's queries' part of its gradient, which is complete when gradients
+    are summed over cp. All ranks of ``axis`` call it. Keys and values travel around the ring again. A block's gradient
+    starts at the first rank that the block visits, follows the block one step behind, grows at every rank, and ends at
+    the rank that holds the block, which adds its own part.
     """
     dq_BSHC = q_BSHC.new_zeros(q_BSHC.shape, dtype=torch.float32)
     home_2BSGC = torch.zeros_like(kv_2BSGC, dtype=torch.float32)
@@ -267,7 +269,7 @@ def attend_pieces_backward(
     call: PieceCall,
     kernel: PiecesKernel,
 ) -> None:
-    """Adds one call's contributions to ``dq_BSHC`` and to ``found_2BSGC``, of keys and values; both fp32, in place."""
+    """Adds one call's gradients to ``dq_BSHC`` and, of keys and values, to ``found_2BSGC``; both fp32, in place."""
     grad_THC, q_THC, out_THC = (rows_of(each, call.queries) for each in (grad_BSHC, q_BSHC, out_BSHC))
     k_TGC, v_TGC = rows_of(k_BSGC, call.keys), rows_of(v_BSGC, call.keys)
     lse_HT = torch.cat([lse_HBS.flatten(1)[:, each] for each in call.queries], dim=1)
@@ -278,7 +280,7 @@ def attend_pieces_backward(
 
 
 def add_rows(sum_BSHC: Tensor, places: Sequence[slice], found_THC: Tensor) -> None:
-    """Adds what was found for these places of all rows, in place."""
+    """Adds ``found_THC`` to ``sum_BSHC``, in place, at these places among the positions of all rows."""
     sum_THC = sum_BSHC.view(-1, *sum_BSHC.shape[2:])
     for each, part_THC in zip(places, found_THC.split([each.stop - each.start for each in places]), strict=True):
         sum_THC[each].add_(part_THC)
@@ -287,7 +289,11 @@ def add_rows(sum_BSHC: Tensor, places: Sequence[slice], found_THC: Tensor) -> No
 def send_gradient_on(
     found_2BSGC: Tensor, receive_gradient: Callable[[], Tensor] | None, axis: Axis
 ) -> Callable[[], Tensor]:
-    """Adds what earlier ranks found for the same block and passes the sum on; returns what to call for the next."""
+    """Adds the previous ranks' gradient of the same block and sends the sum on to the next rank.
+
+    ``receive_gradient`` waits for the previous ranks' sum; None at the first rank that a block visits. Returns the
+    function that waits for the next block's sum. All ranks of ``axis`` call it.
+    """
     if receive_gradient is not None:
         found_2BSGC += receive_gradient()
     return pass_on(found_2BSGC, axis, GRADIENTS)
@@ -296,8 +302,8 @@ def send_gradient_on(
 def pass_on(tensor: Tensor, axis: Axis, tag: int) -> Callable[[], Tensor]:
     """Starts sending ``tensor`` (contiguous) to the next rank; returns a function that waits for the previous rank's.
 
-    All ranks of ``axis`` call it, in the same order, and leave the tensor alone until the wait is over. Each sends the
-    tensor's bytes.
+    All ranks of ``axis`` call it, in the same order, with tensors of the same shape, and must not write into theirs
+    until the wait is over. Each sends the tensor's bytes.
     """
     arriving = torch.empty_like(tensor)
     following, preceding = (axis.ranks[(axis.rank + step) % axis.degree] for step in (1, -1))

@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): from parts of positions to parts of heads and back.
+"""DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls from parts of positions to parts of heads.
 
 Shape letters: B batch, S positions held, N all positions (cp * S), P cp ranks, H heads, G key-value heads, C channels
 of a head's query and key, W of its value; h and g what one rank has of H and G during attention, X all its numbers.
@@ -54,9 +54,10 @@ def ulysses_attend(
 
 
 def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:
-    """The terms of the heads that this rank has during attention. No communication.
+    """The score terms of the heads that this rank has during attention. No communication.
 
-    Of the weights' gradients each rank finds its heads' part at all positions; gradients are summed over cp anyway.
+    Each rank computes the terms' gradients for its own heads, at all positions; they become complete when gradients
+    are summed over cp.
     """
     alibi = None if terms.alibi is None else terms.alibi.of_part(axis.rank, axis.degree)
     weights = (terms.sinks_H, terms.bias_HN)
@@ -66,23 +67,32 @@ def own_terms(terms: ScoreTerms, axis: Axis) -> ScoreTerms:
 
 
 def positions_to_heads(heads_BSPX: Tensor, axis: Axis) -> Tensor:
-    """(B, N, X): this rank's heads at all positions, from every rank's heads (grouped by their ranks) at its own."""
+    """This rank's heads at all positions in natural order (B, N, X), from all heads at its own positions (B, S, P, X).
+
+    Dim 2 of ``heads_BSPX`` is the rank that gets the heads. All ranks of ``axis`` call it; each sends (cp - 1) / cp of
+    the tensor's bytes.
+    """
     arrived_PBSX = exchange(heads_BSPX.movedim(2, 0), axis)
     rank_major_BNX = arrived_PBSX.movedim(0, 1).flatten(1, 2)
     return rank_major_BNX.index_select(1, natural_order(rank_major_BNX.shape[1], axis.degree, heads_BSPX.device))
 
 
 def heads_to_positions(heads_BNhW: Tensor, axis: Axis) -> Tensor:
-    """(B, S, P * h, W): all heads at the held positions; the way back from ``positions_to_heads``."""
+    """All heads at the held positions (B, S, P * h, W), from this rank's heads at all positions (B, N, h, W).
+
+    The inverse of ``positions_to_heads``. All ranks of ``axis`` call it; each sends (cp - 1) / cp of the tensor's
+    bytes.
+    """
     rank_major_BNhW = heads_BNhW.index_select(1, rank_major_order(heads_BNhW.shape[1], axis.degree, heads_BNhW.device))
     arrived_PBShW = exchange(rank_major_BNhW.unflatten(1, (axis.degree, -1)).movedim(1, 0), axis)
     return arrived_PBShW.movedim(0, 2).flatten(2, 3)
 
 
 def exchange(parts_P: Tensor, axis: Axis) -> Tensor:
-    """Row p: what rank p had in this rank's row. All ranks call it; sends (cp - 1) / cp of the tensor's bytes.
+    """An all-to-all of a tensor's rows: row p of the result is the row that rank p had for this rank.
 
-    Differentiable: the gradient takes the same way back.
+    Before: ``parts_P`` has one row for each rank of ``axis``. All ranks call it with the same shape; each sends
+    (cp - 1) / cp of the tensor's bytes. Differentiable: the gradient is exchanged in the same way.
     """
     return _Exchange.apply(parts_P, axis)
 

@@ -1,8 +1,9 @@
-"""How many connections the processes of a job keep, and when they make them.
+"""gloo's connections between the ranks of a job: all made at once, or, for many ranks, on demand.
 
-gloo connects every rank of a group to every other as soon as the group is made, and each rank reads from the store what
-every other wrote there for it: bytes that grow with the cube of the ranks. On demand, two ranks connect when they first
-talk to each other, and a ring, a tree or a gathering to rank 0 needs few connections of almost every rank.
+By default gloo connects every rank of a group to every other as soon as the group is made, and each rank reads from the
+store what every other wrote there for it: bytes that grow with the cube of the number of ranks. On demand, two ranks
+connect when they first communicate, and a ring, a tree or a gather to rank 0 needs few connections of almost every
+rank.
 """
 
 import os
@@ -13,6 +14,9 @@ FULL_MESH_RANKS = 64  # up to so many, all connect to all: then each of them see
 
 
 def connect_on_demand(world_size: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has gloo connect on demand, where ranks are many and nobody has set otherwise. Call before the first group."""
+    """Makes gloo connect on demand where there are more than 64 ranks, unless the environment says otherwise.
+
+    Call it before the first process group is made.
+    """
     if world_size > FULL_MESH_RANKS:
         environment.setdefault(ON_DEMAND, "1")

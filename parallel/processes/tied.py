@@ -1,7 +1,7 @@
-"""Imported by the fork server before anything else: it ends with its launcher, also while it imports the rest.
+"""Makes the fork server end with its launcher; imported there first, so that it also holds while the rest is imported.
 
-Python's own fork server ends when the last process that holds its pipe does, and its ranks hold it too. An interrupt
-from the terminal is the launcher's to hear, which then ends this one and the ranks.
+Python's own fork server ends when the last process that holds its pipe does, and the ranks hold it too. An interrupt
+from the terminal is ignored here: the launcher handles it, and then ends the fork server and the ranks.
 """
 
 import os
