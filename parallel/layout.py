@@ -76,7 +76,7 @@ class Place:
         return mesh.edp if self.is_expert else mesh.replicas
 
     def is_owner(self, mesh: "Mesh") -> bool:
-        """Whether this rank counts and writes its part; of a tensor that all tp ranks hold whole, only tp rank 0 does."""
+        """Whether this rank counts and writes its part. A tensor that no axis cuts is counted by tp rank 0 alone."""
         return self.axis is not None or mesh.tp.rank == 0
 
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which layers a stage holds, in which order micro-batches pass, and how they are run."""
+"""Pipeline parallelism: the layers of each stage, the order in which micro-batches pass, and the code to run them."""

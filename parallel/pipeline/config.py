@@ -54,7 +54,7 @@ SCHEDULES: tuple[PipelineConfig, ...] = tuple(schedule() for schedule in get_arg
 
 
 def chunks(config: PipelineConfig) -> int:
-    """Stages that each rank holds."""
+    """The number of stages that each pp rank holds."""
     match config:
         case OneFOneB():
             return 1
@@ -70,9 +70,10 @@ def splits_backward(config: PipelineConfig) -> bool:
 
 
 def stage_ranks(config: PipelineConfig, pp: int) -> list[int]:
-    """The pp rank that holds each stage: in turn, or down and up again in a V, so that the last is with the first.
+    """The pp rank that holds each stage, by stage: 0, 1, ..., pp - 1, again from 0 with ``n_chunks``, or back in a V.
 
-    Without a pipeline there is one stage, whatever the schedule.
+    In a V (zbv, dualpipev) rank 0 holds the first and the last stage. Without a pipeline there is one stage, whatever
+    the schedule.
     """
     if pp == 1:
         return [0]

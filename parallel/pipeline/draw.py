@@ -1,7 +1,7 @@
-"""A schedule drawn as text, with its bubble and its peak of activations.
+"""A pipeline schedule drawn as text, with its bubble and its peak of activations.
 
-The order of actions is what the processes do (tests record it there). Times are a model: a rank does one thing at a
-time, sending takes none, and each action takes as long as ``Durations`` says.
+The order of actions is that of a real run (tests compare them). Times are a model: a rank does one thing at a time,
+transfers take no time, and each action takes as long as ``Durations`` says.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,23 @@ from parallel.pipeline.schedule import Action, action_orders
 
 @dataclass(frozen=True)
 class Durations:
-    """How long one stage's passes take, in any unit. A whole backward pass is both of its parts."""
+    """How long one stage's passes take, in any unit: forward, and backward by inputs and by weights.
+
+    A whole backward pass takes the sum of its two parts.
+    """
 
     forward: int = 1
     inputs: int = 1
     weights: int = 1
 
     def of(self, action: Action) -> int:
-        """How long the action takes."""
+        """The duration of the action."""
         return {"F": self.forward, "I": self.inputs, "W": self.weights, "B": self.inputs + self.weights}[action.kind]
 
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it runs."""
+    """An action with the times at which it starts and ends."""
 
     action: Action
     start: int
@@ -36,7 +39,7 @@ class Span:
 def timeline(orders: Sequence[Sequence[Action]], durations: Durations) -> list[list[Span]]:
     """When each rank runs each of its actions, each as early as its order and the arrival of its input allow."""
     last_stage = max(action.stage for order in orders for action in order)
-    ended: dict[tuple[str, int, int], int] = {}  # ("F" or "B", stage, micro-batch) -> when its result is there
+    ended: dict[tuple[str, int, int], int] = {}  # ("F" or "B", stage, micro-batch) -> when its result is ready
     spans: list[list[Span]] = [[] for _ in orders]
     waiting = True
     while waiting:
@@ -58,7 +61,7 @@ def timeline(orders: Sequence[Sequence[Action]], durations: Durations) -> list[l
 
 
 def _needed(action: Action, last_stage: int) -> tuple[str, int, int] | None:
-    """The pass whose result the action starts from."""
+    """The pass whose result the action needs, as a key of ``timeline``'s ends; None for the first stage's forward."""
     stage, micro_batch = action.stage, action.micro_batch
     match action.kind:
         case "F":
@@ -77,9 +80,10 @@ def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def peak_activations(order: Sequence[Action]) -> int:
-    """How many stage activations (one micro-batch's, in one stage) the rank holds at most.
+    """The largest number of stage activations (of one micro-batch in one stage) that the rank holds at once.
 
-    They are held from the forward pass to the end of the backward, where it is split until the weights' part.
+    They are held from the forward pass to the end of the backward pass; where that is split, to the end of the weights'
+    part.
     """
     alive = peak = 0
     for action in order:
@@ -89,9 +93,9 @@ def peak_activations(order: Sequence[Action]) -> int:
 
 
 def summary(config: PipelineConfig, pp: int, n_micro_batches: int) -> str:
-    """One line: the bubble, and each rank's peak of activations in micro-batches through all its layers.
+    """One line with the schedule's bubble and each rank's peak of activations.
 
-    That is its stage activations over its stages.
+    The peak is in micro-batches through all of a rank's layers: its stage activations divided by its stages.
     """
     orders = action_orders(config, pp, n_micro_batches)
     bubble = bubble_fraction(timeline(orders, Durations()))
@@ -104,9 +108,10 @@ def summary(config: PipelineConfig, pp: int, n_micro_batches: int) -> str:
 
 
 def draw_text(config: PipelineConfig, pp: int, n_micro_batches: int) -> str:
-    """The summary, and a row for each rank; a cell is a unit of time.
+    """The summary, and below it a row for each rank with one cell for each unit of time.
 
-    "2F5" is the forward pass of micro-batch 5 in stage 2; B is a backward pass, I of inputs and W of weights only.
+    "2F5" is the forward pass of micro-batch 5 in stage 2; B is a whole backward pass, I that of inputs only and W that
+    of weights only. A dot is a unit of time in which the rank waits.
     """
     spans = timeline(action_orders(config, pp, n_micro_batches), Durations())
     width = 1 + max(len(_label(span.action)) for row in spans for span in row)

@@ -1,4 +1,4 @@
-"""What a pipeline must satisfy, told as lines for the user: key, value, rule, remedy. Plain numbers, no torch."""
+"""Rules for a pipeline's configuration. A broken one gives a message: key, value, rule and remedy. Imports no torch."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,7 +20,7 @@ def pipeline_problems(
     micro_batch_size: int,
     dp: int,
 ) -> list[str]:
-    """Every rule that is broken; empty with pp=1, where the schedule is not used."""
+    """One message for each broken rule; empty with pp=1, where the schedule is not used."""
     if pp == 1:
         return []
     problems = []
@@ -42,13 +42,13 @@ def pipeline_problems(
             "take custom functions' backward passes apart, and adds gradients up that do not belong together; "
             f"try parallel.pipeline.name=interleaved, or torch {in_words(SPLITS_RIGHTLY)}"
         )
-    if global_batch_size % (dp * micro_batch_size) == 0:  # else another rule speaks
+    if global_batch_size % (dp * micro_batch_size) == 0:  # else another rule reports that
         problems += micro_batch_problems(pipeline, pp, global_batch_size, micro_batch_size, dp)
     return problems
 
 
 def layer_problems(pipeline: PipelineConfig, pp: int, n_layers: int) -> list[str]:
-    """Rules on the stages' layers."""
+    """Messages for broken rules on the number of layers of the stages."""
     n_stages = pp * chunks(pipeline)
     stages = f"parallel.pp={pp} with parallel.pipeline.name={pipeline.name} makes {n_stages} stages"
     if pipeline.layers is None:
@@ -73,7 +73,7 @@ def layer_problems(pipeline: PipelineConfig, pp: int, n_layers: int) -> list[str
 def micro_batch_problems(
     pipeline: PipelineConfig, pp: int, global_batch_size: int, micro_batch_size: int, dp: int
 ) -> list[str]:
-    """Rules on the number of micro-batches that pass in one step."""
+    """Messages for broken rules on the number of micro-batches in one step."""
     count = global_batch_size // (dp * micro_batch_size)
     rule = broken_rule(pipeline, pp, count)
     if rule is None:
@@ -96,7 +96,7 @@ def runs_micro_batches(pipeline: PipelineConfig, pp: int, n_micro_batches: int) 
 
 
 def broken_rule(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> str | None:
-    """What the schedule must do with its micro-batches and cannot with this number, which is at least 1; else None."""
+    """The rule, in words, that this number of micro-batches (at least 1) breaks under the schedule; None if it fits."""
     match pipeline:
         case OneFOneB():
             return f"have at least parallel.pp={pp} of them" if n_micro_batches < pp else None
@@ -113,6 +113,6 @@ def broken_rule(pipeline: PipelineConfig, pp: int, n_micro_batches: int) -> str 
 
 
 def nearest(value: int, legal: Sequence[int]) -> list[int]:
-    """The nearest legal numbers on both sides of ``value``."""
+    """The nearest of the ascending numbers ``legal`` below and above ``value``: two, one or none."""
     below, above = [n for n in legal if n < value], [n for n in legal if n > value]
     return [*below[-1:], *above[:1]]

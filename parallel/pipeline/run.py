@@ -1,4 +1,4 @@
-"""Micro-batches through the stages: training by torch's schedules, evaluation by a forward pass of our own.
+"""Runs micro-batches through the pipeline: training by torch's schedules, evaluation by Roundtable's own loop.
 
 Shape letters: B batch, S sequence, D d_model.
 """
@@ -22,7 +22,7 @@ AfterBackward = Callable[[nn.Module], None]
 
 
 class ScheduledStage(PipelineStage):
-    """A stage of torch's that calls ``after_backward(stage)`` when one micro-batch's weight gradients are complete."""
+    """A torch PipelineStage that calls ``after_backward(stage)`` once a micro-batch's weight gradients are complete."""
 
     def __init__(
         self, stage: Stage, axis: Axis, hidden: Tensor, device: torch.device, after_backward: AfterBackward
@@ -40,9 +40,9 @@ class ScheduledStage(PipelineStage):
         self.after_backward = after_backward
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first transfers, which open connections; none to this rank itself, where it holds two stages in a row.
+        """The first transfers, which open connections, without those of this rank to itself (two stages in a row).
 
-        torch 2.11 has all schedules make them, and gloo knows no connection of a rank with itself.
+        torch 2.11 makes such transfers under all schedules, and gloo cannot connect a rank to itself.
         """
         assert self.group is not None
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group.rank()]
@@ -56,18 +56,18 @@ class ScheduledStage(PipelineStage):
             self.after_backward(self.submod)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weights' part of one micro-batch's backward pass."""
+        """The part of one micro-batch's backward pass that computes the weights' gradients."""
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.after_backward(self.submod)
 
 
 class Pipeline:
-    """This rank's stages, and the schedule that trains them.
+    """This rank's pipeline stages, and the schedule that trains them.
 
-    Every rank of the pp axis must call ``train`` or ``evaluate`` with the same micro-batches, all of the shape that
-    ``hidden_shape`` follows from: (B, S, D) of the hidden states that this rank passes on (its share of S under cp and
-    tp). ``dtype`` is theirs. torch keeps a receive buffer for each micro-batch of a step: hidden states for every stage
-    here but the first, and gradients for every stage but the last.
+    Every rank of the pp axis must call ``train`` or ``evaluate`` with the same micro-batches, all of one shape.
+    ``hidden_shape`` and ``dtype``: those of the hidden states (B, S, D) that this rank sends, S being its share under
+    cp and tp. torch keeps a receive buffer for each micro-batch of a step: hidden states for each of this rank's stages
+    but the model's first, and gradients for each but the last.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Pipeline:
     def train(
         self, micro_batches: Sequence[MicroBatch], scale: float | Tensor, after_backward: AfterBackward | None = None
     ) -> list[Output]:
-        """Forward and backward of all micro-batches; leaves the sums of their gradients in the weights' ``.grad``.
+        """One Output for each micro-batch, after the forward and backward passes of all. All ranks of pp call it.
 
-        What is differentiated is the sum of the targets' cross-entropies times ``scale``, plus the auxiliary losses as
-        the contexts weigh them. ``after_backward`` is told each time one micro-batch's gradients of a stage's weights
-        are complete. Returns what this rank saw of each micro-batch: its layers' statistics, and the loss where the
-        head is. All ranks call it.
+        An Output has the statistics of this rank's layers, and the losses on the rank of the head. The gradients,
+        summed over micro-batches, are left in the weights' ``.grad``. Differentiated is the sum of the targets'
+        cross-entropies times ``scale``, plus the auxiliary losses as the contexts weigh them. ``after_backward`` is
+        called with a stage each time one micro-batch's gradients of that stage's weights are complete.
         """
         count = len(micro_batches)
         if count != self.n_micro_batches:
@@ -114,7 +114,7 @@ class Pipeline:
         return merge_outputs([stage.close() for stage in self.stages], count)
 
     def prepare(self, n_micro_batches: int) -> None:
-        """Makes the schedule for ``n_micro_batches`` a step; its first step allocates the buffers."""
+        """Makes the schedule for steps of ``n_micro_batches``; the first step allocates the receive buffers."""
         self.n_micro_batches = n_micro_batches
         self.scheduled = [
             ScheduledStage(stage, self.axis, self.hidden, self.device, self.tell_gradients) for stage in self.stages
@@ -122,26 +122,27 @@ class Pipeline:
         self.schedule = build_schedule(self.config, self.scheduled, n_micro_batches, self.scaled_loss)
 
     def tell_gradients(self, stage: nn.Module) -> None:
-        """Passes on to whoever listens in this step."""
+        """Calls the ``after_backward`` that ``train`` was given for this step."""
         self.after_backward(stage)
 
     def scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """What the last stage differentiates."""
+        """The loss that the last stage differentiates: the summed loss times this step's scale."""
         return loss * self.scale
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Output]:
-        """Forward passes only, of any number of micro-batches; returns as ``train`` does. All ranks call it.
+        """One Output for each micro-batch, after forward passes without gradients. All ranks of pp call it.
 
-        At time t stage s computes micro-batch t - s. Between two times each rank begins all its transfers at once,
-        those of what the time before has made: on NCCL, where a send ends only with its receive, sends and receives
-        one by one would wait for each other in a circle.
+        Any number of micro-batches is allowed. An Output has the statistics of this rank's layers, and the losses on
+        the rank of the head. At time t stage s computes micro-batch t - s. Between two times each rank starts all its
+        transfers of the previous time's results at once: with NCCL a send ends only with its receive, so single sends
+        and receives would wait for each other in a circle.
         """
         for stage in self.stages:
             stage.open(micro_batches)
         ranks = stage_ranks(self.config, self.axis.degree)
-        passed: dict[tuple[int, int], Tensor] = {}  # (stage, micro-batch) -> what it computes on
-        made: list[tuple[int, Tensor]] = []  # for which rank, in the stages' order
+        passed: dict[tuple[int, int], Tensor] = {}  # (stage, micro-batch) -> the hidden states that it starts from
+        made: list[tuple[int, Tensor]] = []  # (pp rank that receives, hidden states), in the stages' order
         for time in range(len(micro_batches) + len(ranks) - 1):
             due = [stage for stage in self.stages if 0 <= time - stage.part.stage < len(micro_batches)]
             passed |= self.exchange(made, due, time, ranks)
@@ -162,7 +163,10 @@ class Pipeline:
     def exchange(
         self, made: Sequence[tuple[int, Tensor]], due: Sequence[Stage], time: int, ranks: Sequence[int]
     ) -> dict[tuple[int, int], Tensor]:
-        """Sends what was ``made``; returns what other ranks send to the stages that are ``due`` at ``time``."""
+        """The hidden states that other ranks send to the stages ``due`` at ``time``; sends those in ``made``.
+
+        Keys are (stage, micro-batch). All ranks of pp call it; each sends the bytes of what it has ``made``.
+        """
         received = {}
         transfers = [dist.P2POp(dist.isend, out, self.axis.ranks[rank], group=self.axis.group) for rank, out in made]
         for stage in due:
@@ -178,4 +182,4 @@ class Pipeline:
 
 
 def ignore(stage: nn.Module) -> None:
-    """Nobody listens to finished gradients."""
+    """Does nothing: the ``after_backward`` of steps that were given none."""

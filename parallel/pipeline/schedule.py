@@ -1,4 +1,4 @@
-"""The order in which each rank computes: torch's schedules, and their actions as plain values."""
+"""Pipeline schedules: torch's schedule objects, and the order of each rank's passes as plain values."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -29,7 +29,10 @@ class Action(NamedTuple):
 def build_schedule(
     config: PipelineConfig, stages: Sequence[Any], n_micro_batches: int, loss_fn: Callable[[Tensor, Any], Tensor] | None
 ) -> Any:
-    """The schedule of torch over this rank's stages (torch.distributed.pipelining.PipelineStage); it scales nothing."""
+    """The torch schedule over this rank's ``stages`` (torch.distributed.pipelining.PipelineStage).
+
+    It does not scale gradients by the number of micro-batches.
+    """
     match config:
         case OneFOneB():
             return Schedule1F1B(stages[0], n_micro_batches, loss_fn, scale_grads=False)
@@ -44,12 +47,15 @@ def build_schedule(
 
 
 def action_orders(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[list[Action]]:
-    """Each rank's actions in order, without any process: what the schedule would do."""
+    """Each pp rank's actions in the order in which the schedule runs them, found without starting any process."""
     return [[action for slot in slots for action in slot] for slots in action_slots(config, pp, n_micro_batches)]
 
 
 def action_slots(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[list[tuple[Action, ...]]]:
-    """Each rank's actions as torch takes them: one by one, or two of a pair, sent after the second."""
+    """Each pp rank's actions, in the groups in which torch runs them: single ones, or pairs that share one transfer.
+
+    The results of both actions of a pair are sent after the second.
+    """
     if isinstance(config, OneFOneB):
         return [[(action,) for action in _one_f_one_b(pp, rank, n_micro_batches)] for rank in range(pp)]
     order = build_schedule(config, _placeholders(config, pp), n_micro_batches, None).pipeline_order
@@ -58,7 +64,7 @@ def action_slots(config: PipelineConfig, pp: int, n_micro_batches: int) -> list[
 
 
 def _one_f_one_b(pp: int, rank: int, n_micro_batches: int) -> list[Action]:
-    """Written out here: the order that torch 2.13 tells for its 1F1B skips the last rank's first micro-batch."""
+    """One rank's actions under 1F1B, written out: torch 2.13's own order lacks the last rank's first micro-batch."""
     warmup = min(n_micro_batches, pp - rank)
     actions = [Action("F", rank, number) for number in range(warmup)]
     for number in range(n_micro_batches):
@@ -69,7 +75,7 @@ def _one_f_one_b(pp: int, rank: int, n_micro_batches: int) -> list[Action]:
 
 
 def _placeholders(config: PipelineConfig, pp: int) -> list[Any]:
-    """Stand-ins for rank 0's stages with what the schedules read when they plan."""
+    """Stand-ins for rank 0's stages, with the attributes that torch's schedules read when they plan."""
     ranks = stage_ranks(config, pp)
     mine = [stage for stage, rank in enumerate(ranks) if rank == 0]
     common = {"num_stages": len(ranks), "group_size": pp, "group_rank": 0, "submod": None}
@@ -77,6 +83,6 @@ def _placeholders(config: PipelineConfig, pp: int) -> list[Any]:
 
 
 def _actions_of(slot: Any) -> tuple[Action, ...]:
-    """The passes of one slot of torch's order; none where it is no pass, as REDUCE_GRAD at the end."""
+    """The passes of one slot of torch's order; empty for other actions, such as REDUCE_GRAD at the end."""
     found = [(part.computation_type.value, part) for part in slot.sub_actions or (slot,)]
     return tuple(Action(kind, part.stage_index, part.microbatch_index) for kind, part in found if kind in KINDS)

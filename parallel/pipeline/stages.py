@@ -1,4 +1,4 @@
-"""Which layers each stage holds, and the part of the decoder that computes one stage.
+"""Assigns layers to pipeline stages, and makes the module that computes one stage's part of the decoder.
 
 Shape letters: B batch, S sequence, D d_model.
 """
@@ -22,7 +22,7 @@ EMBEDDING_SHARE = 0.05  # of the head's cost: a look-up moves the same rows but 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage holds of the decoder."""
+    """The part of the decoder that one stage holds."""
 
     stage: int  # position in the pipeline
     n_stages: int
@@ -35,15 +35,16 @@ class Part:
 
     @property
     def has_head(self) -> bool:
-        """Whether the final norm, the head and the loss are here, and modules that predict further tokens."""
+        """Whether the stage has the final norm, the head, the loss, and modules for multi-token prediction if any."""
         return self.stage == self.n_stages - 1
 
 
 def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_cost: float) -> list[int]:
-    """Numbers of consecutive layers for each stage, at least one, such that the costliest stage costs least.
+    """The number of consecutive layers of each stage, at least one, chosen to minimize the largest cost of a stage.
 
-    ``first_cost`` and ``last_cost`` are what the first and last stage compute besides their layers. Among equals the
-    squares of the stages' costs sum to the least, and later stages take the surplus.
+    ``costs`` has each layer's cost; ``first_cost`` and ``last_cost`` are what the first and last stage compute besides
+    their layers. Among equally good choices, the one with the least sum of the stages' squared costs is taken, and then
+    the one that gives more layers to later stages.
     """
     total = [0.0, *accumulate(costs)]
 
@@ -57,7 +58,7 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
     def stops(stage: int, start: int) -> range:
         return range(start + 1, starts(stage + 1).stop) if stage < n_stages - 1 else range(len(costs), len(costs) + 1)
 
-    largest = {len(costs): 0.0}  # from the last stage on: by its start what the costliest of the stages costs at least
+    largest = {len(costs): 0.0}  # for the stages from one to the last: by its start, the least possible largest cost
     for stage in reversed(range(n_stages)):
         largest = {
             start: min(max(cost(stage, start, stop), largest[stop]) for stop in stops(stage, start))
@@ -70,7 +71,7 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
         options = [(cost(stage, start, stop) ** 2 + squares[stop][0], stop) for stop in fitting]
         return min(options, default=(math.inf, 0))
 
-    rows = [{len(costs): (0.0, 0)}]  # from the last stage on: by its start the stages' sum of squares, and its stop
+    rows = [{len(costs): (0.0, 0)}]  # for each stage, last first: by its start, the least sum of squares, and its stop
     for stage in reversed(range(n_stages)):
         rows.append({start: most_even(stage, start, rows[-1]) for start in starts(stage)})
     bounds = [0]
@@ -80,7 +81,7 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
 
 
 def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | None) -> list[range]:
-    """The layers of each stage. ``layers`` gives their numbers; None: as ``even_layers`` finds them."""
+    """The layers of each stage. ``layers`` says how many each has; None: evenly by cost (``even_layers``)."""
     if layers is None:
         costs, first, last = costs_of(config)
         layers = even_layers(costs, n_stages, first, last)
@@ -89,7 +90,10 @@ def assign_layers(config: ModelConfig, n_stages: int, layers: Sequence[int] | No
 
 
 def costs_of(config: ModelConfig) -> tuple[list[float], float, float]:
-    """What each layer costs a token, and what the first and last stage compute besides: weights that are multiplied."""
+    """Each layer's cost for one token, and what the first and the last stage compute besides their layers.
+
+    Costs are numbers of weights that the token is multiplied by.
+    """
     head = float(config.vocab_size * config.d_model)
     costs = [float(count) for count in multiplied_by_layer(config)]
     costs, further = costs[: config.n_layers], costs[config.n_layers :]
@@ -97,7 +101,7 @@ def costs_of(config: ModelConfig) -> tuple[list[float], float, float]:
 
 
 def work_of_ranks(config: ModelConfig, pipeline: PipelineConfig, pp: int) -> list[float]:
-    """What the parts of each pp rank cost a token."""
+    """The cost for one token of all parts of each pp rank, in the unit of ``costs_of``."""
     costs, first, last = costs_of(config)
     return [
         sum(
@@ -122,11 +126,11 @@ def rank_parts(config: ModelConfig, pipeline: PipelineConfig, pp: int, pp_rank: 
 
 
 def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
-    """Drops from a meta-device decoder all but ``parts``; what stays keeps its names.
+    """Drops from a meta-device decoder everything but ``parts``; the remaining modules keep their names.
 
-    Modules that predict further tokens stay with the head. For them, or where embeddings are tied, the rank of the head
-    keeps the embedding too, so that both copies are one logical tensor, ``embed.weight``. Where it is tied and there is
-    no such module, it is there only the name of the head's weight.
+    Modules for multi-token prediction stay with the head. For them, or where embeddings are tied, the rank of the head
+    keeps the embedding too, so that both copies are one logical tensor, ``embed.weight``. Where embeddings are tied and
+    there are no such modules, that embedding only names the head's weight.
     """
     has_head = any(part.has_head for part in parts)
     kept = {str(layer) for part in parts for layer in part.layers} | ({*model.mtp} if has_head else set())
@@ -145,16 +149,16 @@ def keep_parts(model: Decoder, parts: Sequence[Part]) -> None:
 
 
 def stage_weights(model: Decoder, parts: Sequence[Part]) -> list[list[nn.Parameter]]:
-    """The weights of each of this rank's stages, in the model's order: of the materialized model."""
+    """The weights of each of this rank's stages, in the model's order. Call it on the materialized model."""
     stages = (model.part_of(part.layers, has_embedding=part.has_embedding, has_head=part.has_head) for part in parts)
     return [list(stage.parameters()) for stage in stages]
 
 
 def tied_weight(model: Decoder, config: ModelConfig, parts: Sequence[Part], n_ranks: int) -> nn.Parameter | None:
-    """The embedding's weight where another rank holds a copy of it, else None. Call it on the materialized model.
+    """The embedding's weight if another pp rank holds a copy of it, else None. Call it on the materialized model.
 
-    The copies must start equal and get the sum of both gradients; ``is_second_copy`` says which one counts in norms and
-    checkpoints.
+    Both copies must start equal and get the sum of both gradients. Norms and checkpoints count only the first stage's
+    (``is_second_copy``).
     """
     holds_one_end = any(part.has_embedding for part in parts) != any(part.has_head for part in parts)
     if not config.embeds_at_end or n_ranks == 1 or not holds_one_end:
@@ -168,10 +172,10 @@ def is_second_copy(parts: Iterable[Part]) -> bool:
 
 
 class Stage(nn.Module):
-    """The computation of one part: tokens or hidden states in, hidden states or the summed loss out.
+    """The module of one pipeline stage: tokens or hidden states in, hidden states or the summed loss out.
 
-    ``decoder`` shares the whole decoder's modules. Micro-batches are set before a pass and named by number, so that
-    nothing but hidden states is sent.
+    ``decoder`` shares the whole decoder's modules. Every rank sets the micro-batches before a step and refers to them
+    by number, so that only hidden states are sent between stages.
     """
 
     def __init__(self, model: Decoder, part: Part) -> None:
@@ -179,12 +183,13 @@ class Stage(nn.Module):
         self.part = part
         self.decoder = model.part_of(part.layers, has_embedding=part.has_embedding, has_head=part.has_head)
         self.micro_batches: Sequence[MicroBatch] = ()
-        self.outputs: dict[int, Output] = {}  # micro-batch -> what this stage saw
+        self.outputs: dict[int, Output] = {}  # micro-batch -> this stage's statistics and, from the head, its losses
 
     def forward(self, carried: Tensor, number: Tensor) -> Tensor:
-        """hidden_BSD, or the summed loss (fp64) from the last stage.
+        """The stage's hidden states (B, S, D), or in the last stage the summed loss (fp64 scalar).
 
-        ``carried`` is hidden_BSD from the stage before; the first stage ignores it. ``number`` (1,) is the micro-batch.
+        ``carried``: the hidden states (B, S, D) from the previous stage, which the first stage ignores. ``number``: the
+        micro-batch's number, of shape (1,).
         """
         index = int(number)
         micro_batch = self.micro_batches[index]
@@ -200,13 +205,13 @@ class Stage(nn.Module):
         self.outputs = {}
 
     def close(self) -> dict[int, Output]:
-        """What the passes saw, by micro-batch; forgets the micro-batches."""
+        """The outputs of all passes since ``open``, by micro-batch; drops these and the micro-batches."""
         outputs, self.outputs, self.micro_batches = self.outputs, {}, ()
         return outputs
 
 
 def merge_outputs(outputs: Sequence[dict[int, Output]], n_micro_batches: int) -> list[Output]:
-    """For each micro-batch, what this rank's stages saw: their layers' statistics, and the loss if the head is here."""
+    """One Output for each micro-batch: the statistics of all this rank's layers, and the losses if it has the head."""
     merged = [Output(None, None) for _ in range(n_micro_batches)]
     for stage in outputs:
         for number, output in stage.items():
@@ -218,5 +223,5 @@ def merge_outputs(outputs: Sequence[dict[int, Output]], n_micro_batches: int) ->
 
 
 def meta_example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without storage that tells the runtime what is sent."""
+    """A tensor on the meta device from which torch's pipeline reads the shape and dtype of what is sent."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)

@@ -1,6 +1,6 @@
-"""Embeddings of which two ranks hold a copy, the second as the head or for modules that predict further tokens.
+"""Embeddings that two pp ranks hold: the first stage's, and a copy for the head or for multi-token prediction.
 
-They are one logical weight, so both get the sum of both gradients.
+Both are one logical weight, so both get the sum of both gradients.
 """
 
 import torch
@@ -11,10 +11,10 @@ from parallel.mesh import Axis
 
 
 def add_other_copy(gradient: Tensor, axis: Axis, other: int) -> None:
-    """Adds the other copy's gradient to this one's, in place; the ranks of the first and of the last stage call it.
+    """Adds the other copy's gradient to this one's, in place. The ranks of the first and of the last stage call it.
 
-    Before: each holds the gradient of its copy. After: both hold the sum, bit for bit the same. ``other`` is the pp
-    rank of the other copy. Each sends the gradient's bytes once.
+    Before: each holds the gradient of its copy. After: both hold the sum, bit for bit the same. ``axis`` is pp, and
+    ``other`` the position there of the rank with the other copy. Each sends the gradient's bytes once.
     """
     theirs = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     peer = axis.ranks[other]

@@ -1,4 +1,4 @@
-"""What the pipeline sends, in closed form."""
+"""The number of bytes that a pipeline sends, in closed form."""
 
 from itertools import pairwise
 
@@ -12,10 +12,10 @@ def sent_bytes(
 ) -> int:
     """Bytes that one pp rank sends to others in one training step.
 
-    ``hidden_bytes`` is the size of one micro-batch's hidden states on this rank. At each border between stages on two
-    ranks, the earlier sends every micro-batch's hidden states and the later their gradients. ``tied_elements`` are this
-    rank's elements of an embedding that works at both ends (0: it does not); the first and last rank exchange its fp32
-    gradients.
+    ``hidden_bytes`` is the size of one micro-batch's hidden states on this rank. Between two consecutive stages on
+    different ranks, the earlier sends every micro-batch's hidden states and the later their gradients.
+    ``tied_elements`` are this rank's elements of an embedding that is used at both ends of the pipeline (0: it is not);
+    the ranks of the first and of the last stage exchange its fp32 gradients.
     """
     ranks = stage_ranks(config, pp)
     sends = sum((a == pp_rank) + (b == pp_rank) for a, b in pairwise(ranks) if a != b)

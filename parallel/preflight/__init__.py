@@ -1,1 +1,1 @@
-"""The nodes before a run: what each GPU, each link and the shared disk can do, measured by the ranks themselves."""
+"""Checks of the nodes before a run: the speed of each GPU, each link and the shared disk, measured by the ranks."""

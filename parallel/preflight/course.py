@@ -1,9 +1,9 @@
-"""The course of a preflight: stage after stage, and after each only those nodes go on with which all is well.
+"""Runs a preflight stage by stage; after each stage only the nodes without a failure go on.
 
-Rank 0 hosts the store, collects and decides; it goes on collecting where its own node has dropped out. A rank that does
-not answer within a stage's limit is left behind with its node, so that one broken node costs the others one limit. The
-work is done in a thread of its own: a call that never returns (NCCL connecting to a peer that it cannot reach, a driver
-that hangs) holds up neither the verdict nor the end of the process.
+Rank 0 hosts the store, collects the answers and decides; it goes on doing so if its own node drops out. A rank that
+does not answer within a stage's limit drops out with its node, so one broken node delays the others by one limit. Each
+rank works in a thread of its own: a call that never returns (NCCL connecting to a peer that it cannot reach, a driver
+that hangs) delays neither the verdict nor the end of the process.
 """
 
 import faulthandler
@@ -24,17 +24,17 @@ from parallel.preflight.findings import Device, Disk, Findings, Link
 from parallel.preflight.network import meet, schedule
 from parallel.processes.roll_call import RollCall, RollCallError
 
-STAGE_SECONDS = 120.0  # of a stage; a collective has a third of it. Where all is well the longest takes a few seconds
-LATE_SECONDS = 10.0  # that a rank may begin a stage after rank 0
+STAGE_SECONDS = 120.0  # limit of a stage; a collective has a third of it. On sound nodes the longest takes seconds
+LATE_SECONDS = 10.0  # by which a rank may begin a stage later than rank 0
 ENDING_SECONDS = 30.0  # that a process may take to end where some of its work is stuck
-SEEN_SECONDS = 20.0  # that a file may stay unseen though it was there before anybody asked for it
-LOOKED_FOR = 8  # nodes whose files each node looks for: all of them would be a million questions for 1000 nodes
+SEEN_SECONDS = 20.0  # that a file may stay invisible to a node though it was written before the node looked
+LOOKED_FOR = 8  # nodes whose files each node looks for: all of them would be a million look-ups for 1000 nodes
 
 Answers = dict[int, dict[str, Any]]  # by rank: {"found": what the work returned} or {"failure": why it did not}
 
 
 class DroppedOut(Exception):
-    """This rank's node takes no further part: it, or another rank there, has failed or was too late."""
+    """This rank's node takes no further part, since this rank or another one there failed or was too late."""
 
 
 def run_course(
@@ -44,13 +44,13 @@ def run_course(
     stage_seconds: float = STAGE_SECONDS,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Findings | None:
-    """Everything there is to measure, on rank 0; None elsewhere. All ranks call it; no process group is open.
+    """All measurements on rank 0, None on other ranks. All ranks call it, while no process group is open.
 
-    ``folder``, on the shared disk, gets a folder that is removed again. ``problems`` are why this rank cannot begin.
-    ``tell`` is given a line where a stage fails on this rank.
-    Raises RollCallError on all ranks where all have problems (a disagreement, then: with the user) or rank 0 has, and
-    where rank 0 ended or was cut off. A rank that is stuck for longer than a stage may take prints its stacks on
-    stderr and drops out; its process must end soon after, and is ended after 30 s (exit code 1).
+    A folder is made within ``folder``, on the shared disk, and removed again. ``problems`` are reasons why this rank
+    cannot begin. ``tell`` is called with a line where a stage fails on this rank. Raises RollCallError on all ranks
+    where rank 0 has problems (with ``is_disagreement`` set if all ranks have some: a mistake of the user's), and where
+    rank 0 ended or cannot be reached. A rank that is stuck for longer than a stage may take prints its stacks on stderr
+    and drops out; its process should end soon after, and is ended after 30 s (exit code 1).
     """
     course = _Course(roll, stage_seconds, tell)
     try:
@@ -63,7 +63,7 @@ def run_course(
 
 
 class _Worker:
-    """A thread that does one piece of work after another, so that the caller can stop waiting for one."""
+    """A thread that runs one function after another, so that the caller can stop waiting for one that is stuck."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class _Worker:
                 self._results.put((None, error))
 
     def do(self, work: Callable[[], Any], seconds: float) -> Any:
-        """What ``work`` returns; raises what it raises, or queue.Empty where it takes longer."""
+        """What ``work`` returns; raises what it raises, or queue.Empty where it takes longer than ``seconds``."""
         self._work.put(work)
         result, error = self._results.get(timeout=seconds)
         if error is not None:
@@ -93,12 +93,12 @@ class _Course:
         self.going = list(range(roll.world_size))  # the ranks that take part
         self.node_of = list(roll.hosts or [f"(the node of rank {rank})" for rank in self.going])
         self.device = torch.device("cpu")
-        self.is_stuck = False  # some work of this rank's has not returned
-        self.worker = _Worker()  # CUDA's current device is a thread's, so one thread does everything
+        self.is_stuck = False  # some work of this rank has not returned
+        self.worker = _Worker()  # CUDA's current device belongs to a thread, so one thread does everything
         self.failures: dict[str, list[str]] = {}  # on rank 0: by node, what went wrong there
 
     def run(self, folder: Path, problems: list[str]) -> Findings | None:
-        """Goes through all stages; returns the findings on rank 0."""
+        """Runs all stages; returns the findings on rank 0, None elsewhere."""
         silent = self._begin(problems)
         devices = self._devices()
         disks = self._disks(folder)
@@ -123,14 +123,14 @@ class _Course:
         )
 
     def _nodes(self) -> list[str]:
-        """The nodes that take part, in order."""
+        """The nodes that still take part, in the order of their ranks."""
         return list(dict.fromkeys(self.node_of[rank] for rank in self.going))
 
     def _ranks(self, *nodes: str) -> list[int]:
         return [rank for rank in self.going if self.node_of[rank] in nodes]
 
     def _begin(self, problems: list[str]) -> list[str]:
-        """Finds out who is there, and on which node; returns the silent nodes, on rank 0."""
+        """Finds out which ranks are there, and on which nodes; returns the nodes that did not answer, on rank 0."""
         silent: list[str] = []
         limit = self.roll.limit_seconds
 
@@ -158,7 +158,7 @@ class _Course:
         return silent
 
     def _devices(self) -> list[Device]:
-        """Each rank's device alone, on rank 0."""
+        """Measures each rank's device by itself; returns the results on rank 0, an empty list elsewhere."""
 
         def opened() -> list[str]:
             self.device = open_device()
@@ -185,7 +185,7 @@ class _Course:
         ]
 
     def _disks(self, folder: Path) -> list[Disk]:
-        """The shared disk, by one rank of each node; on rank 0."""
+        """Measures the shared disk from one rank of each node; returns the results on rank 0, nothing elsewhere."""
         nodes, me = self._nodes(), self.node_of[self.rank]
         token = self.roll.share("token", str(time.time_ns()))
         folder = folder / f"disk-{token}"
@@ -205,7 +205,7 @@ class _Course:
         if speaks:
             remove_file(folder, me)
         if self.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # what nodes left that have dropped out
+            shutil.rmtree(folder, ignore_errors=True)  # files of nodes that have dropped out
         return [
             Disk(
                 node=self.node_of[rank],
@@ -220,9 +220,9 @@ class _Course:
         ]
 
     def _links(self, name: str, parties: list[tuple[str, ...]]) -> list[Link]:
-        """What the ranks of each party of nodes reach together, all parties at once; on rank 0.
+        """Measures collectives among the ranks of each group of nodes, all groups at once; the results on rank 0.
 
-        A failure is that of the meeting: who is to blame for it, other meetings tell.
+        A failure is recorded for the whole group; which node is to blame follows from the other groups it was in.
         """
         parties = [nodes for nodes in parties if len(self._ranks(*nodes)) > 1]
         mine = next((nodes for nodes in parties if self.node_of[self.rank] in nodes), None)
@@ -246,10 +246,10 @@ class _Course:
         judge: Callable[[Answers], dict[int, str]] | None = None,
         drops: bool = True,
     ) -> Answers:
-        """Does the work on every rank that takes part; the answers on rank 0, nothing elsewhere.
+        """Runs ``work`` on every rank that takes part; returns their answers on rank 0, an empty dict elsewhere.
 
-        A rank that fails, or of which ``judge`` says why, drops out with its node; with ``drops`` false only one that
-        does not answer.
+        A rank drops out with its node where it does not answer, where ``judge`` gives a reason, and, with ``drops``,
+        where its work fails. All ranks that take part, and rank 0, call it.
         """
         answer = self._answer(name, work) if self.rank in self.going else {}
         collected: Answers = {}
@@ -270,7 +270,7 @@ class _Course:
         return collected
 
     def _answer(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
-        """What the work came to: ``found`` or ``failure``, and nothing where it is stuck."""
+        """{"found": what ``work`` returned} or {"failure": why it did not}; empty where it is stuck."""
         faulthandler.dump_traceback_later(self.stage_seconds + LATE_SECONDS, exit=True)  # stuck with Python's lock held
         try:
             answer = {"found": self.worker.do(work, self.stage_seconds)}
@@ -292,7 +292,7 @@ class _Course:
 
 
 def _without_gpu(answers: Answers) -> dict[int, str]:
-    """Ranks that have no GPU where others have one: they cannot meet."""
+    """A reason for each rank that has no GPU where other ranks have one: they have no collectives in common."""
     kinds = {rank: each["found"][0] for rank, each in answers.items() if "found" in each}
     if "cuda" not in kinds.values():
         return {}
@@ -300,7 +300,7 @@ def _without_gpu(answers: Answers) -> dict[int, str]:
 
 
 def _link(nodes: tuple[str, ...], answers: list[dict[str, Any]]) -> Link:
-    """The slowest rank counts, and one failure is everybody's."""
+    """The link's result from its ranks' answers: the slowest rank's bandwidths, or the first failure of any rank."""
     failures = [each["failure"] for each in answers if "failure" in each]
     found = [each["found"] for each in answers if "found" in each]
     if failures or len(found) < len(answers):

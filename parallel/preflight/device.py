@@ -1,4 +1,4 @@
-"""One rank's own device: the speed of its matrix products, and whether its memory gives back what was written."""
+"""The preflight's check of a rank's device: the speed of its matrix products, and whether its memory is sound."""
 
 import time
 from collections.abc import Callable
@@ -15,15 +15,15 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is done of each. A GPU is kept busy for seconds, so that one that throttles does so."""
+    """How much work each measurement does. A GPU is kept busy for seconds, so that one that throttles shows it."""
 
     repeats: int
     matmul_n: int  # products of n x n matrices
     matmul_calls: int  # in a repeat
-    memory_share: float  # of the free memory that is filled; 0: one block of memory_bytes
+    memory_share: float  # of the free memory, which is filled; 0: one block of memory_bytes
     memory_bytes: int  # of a block
-    message_bytes: int  # that a rank gives to a collective
-    disk_bytes: int  # that a node writes, at most
+    message_bytes: int  # of each rank's input to a collective
+    disk_bytes: int  # the most that a node writes
 
 
 # 100 products of 8192: 0.11 s at 1 PFLOP/s. Messages of 128 MiB are past the sizes at which latency counts, and 20 of
@@ -37,7 +37,7 @@ GPU_SIZES = Sizes(
     message_bytes=128 * MIB,
     disk_bytes=GIB,
 )
-# A repeat of a few milliseconds ends within a process's turn on a core, though others want it.
+# A repeat of a few milliseconds ends within one time slice of a process, even where other processes share the core.
 CPU_SIZES = Sizes(
     repeats=20,
     matmul_n=256,
@@ -50,7 +50,7 @@ CPU_SIZES = Sizes(
 
 
 def open_device() -> torch.device:
-    """This rank's GPU, or the CPU. Raises RuntimeError where the GPU cannot be used."""
+    """This rank's GPU, made CUDA's current device, or the CPU. Raises RuntimeError where the GPU cannot be used."""
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,12 +59,12 @@ def open_device() -> torch.device:
 
 
 def sizes_of(device: torch.device) -> Sizes:
-    """What is measured on a device of this kind."""
+    """How much work the measurements do on a device of this kind."""
     return GPU_SIZES if device.type == "cuda" else CPU_SIZES
 
 
 def seconds_of(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of one call, in the mean over ``calls``; on a GPU between events on its stream."""
+    """The mean time in seconds of one of ``calls`` calls; on a GPU, measured by events on its stream."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -94,7 +94,7 @@ def multiply(device: torch.device, sizes: Sizes) -> list[float]:
 
 
 def check_memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """GiB that were filled and read back, and the GB/s of it. Raises RuntimeError where a byte came back wrong.
+    """The GiB of memory that were filled and read back, and the speed in GB/s. Raises RuntimeError on wrong contents.
 
     Each block gets a pattern and then its complement, so that every bit was once 0 and once 1.
     """
@@ -122,7 +122,7 @@ def check_memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 
 
 def host_free_gib() -> float:
-    """GiB of this node's memory that new processes can have."""
+    """The GiB of this node's memory that are available to new processes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:"))
 

@@ -1,4 +1,4 @@
-"""The shared disk: what a node writes there, another node reads."""
+"""The preflight's check of the shared disk: each node writes a file there, and reads one that another node wrote."""
 
 import contextlib
 import os
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 BLOCK_BYTES = 4 * 2**20
-ALL_BYTES = 16 * 2**30  # of all nodes: they write at the same time, and a slow disk manages a GB/s
+ALL_BYTES = 16 * 2**30  # of all nodes together: they write at the same time, and a slow disk manages 1 GB/s
 
 
 def file_bytes(n_nodes: int, most: int) -> int:
-    """The size of a node's file, in whole blocks."""
+    """The size in bytes of each node's file, a whole number of blocks and at least one; ``most`` limits it."""
     return max(1, min(most, ALL_BYTES // n_nodes) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def write_file(folder: Path, node: str, token: str, n_bytes: int) -> float:
-    """Seconds to write and fsync this node's file. ``token`` is this preflight's own, so that no old file passes."""
+    """Seconds to write and fsync this node's file. ``token`` differs in each preflight, so that no old file passes."""
     folder.mkdir(parents=True, exist_ok=True)
     blocks = list(_blocks(node, token, n_bytes))
     started = time.perf_counter()
@@ -32,7 +32,7 @@ def write_file(folder: Path, node: str, token: str, n_bytes: int) -> float:
 
 
 def read_file(folder: Path, node: str, token: str, n_bytes: int) -> float:
-    """Seconds to read the file of ``node``. Raises OSError where it is not what that node wrote."""
+    """Seconds to read the file of ``node``. Raises OSError where its contents are not what that node wrote."""
     started = time.perf_counter()
     with (folder / node).open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # this node may have it in memory
@@ -45,9 +45,9 @@ def read_file(folder: Path, node: str, token: str, n_bytes: int) -> float:
 
 
 def missing_files(folder: Path, nodes: Sequence[str], seconds: float) -> list[str]:
-    """Those of ``nodes`` whose files, which they have written, are not seen here within so many seconds.
+    """Those of ``nodes`` whose files, already written, do not become visible here within ``seconds``.
 
-    Each file is asked for by its name, for NFS answers that from the server, and a listing from what it remembers.
+    Each file is looked up by its name, since NFS asks the server for that, but answers a listing from its cache.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -58,14 +58,14 @@ def missing_files(folder: Path, nodes: Sequence[str], seconds: float) -> list[st
 
 
 def _blocks(node: str, token: str, n_bytes: int) -> Iterator[bytes]:
-    """What a node writes: no two blocks alike, so that no file system can store one for all."""
+    """The blocks of a node's file, no two of them equal, so that no file system can store one for all."""
     block = random.Random(f"{token}/{node}").randbytes(BLOCK_BYTES)
     for number in range(0, n_bytes, BLOCK_BYTES):
         yield number.to_bytes(8, "little") + block[8:]
 
 
 def remove_file(folder: Path, node: str) -> None:
-    """Removes this node's file, and the folder with the last one."""
-    with contextlib.suppress(OSError):  # others' files are still there, or rank 0 has removed all of it
+    """Removes this node's file, and the folder too if it was the last one there."""
+    with contextlib.suppress(OSError):  # other nodes' files are still there, or rank 0 has removed the folder
         (folder / node).unlink()
         folder.rmdir()

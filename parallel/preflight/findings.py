@@ -1,6 +1,7 @@
-"""What a preflight measured: plain numbers, as JSON keeps them. Rank 0 has them all.
+"""The results of a preflight, as plain values that can be written as JSON. Rank 0 has all of them.
 
-GB are 10^9 bytes, GiB 2^30. Speeds are the best of several repeats: what else runs on a machine only makes one slower.
+GB are 10^9 bytes, GiB 2^30. Speeds are the best of several repeats, since other work on a machine only makes one
+slower.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One rank's GPU, or its share of a processor."""
+    """Measurements of one rank's GPU, or of its share of the CPU."""
 
     rank: int
     node: str
@@ -16,14 +17,14 @@ class Device:
     name: str
     matmul_tflops: float  # bf16
     matmul_worst_tflops: float  # the worst of the repeats
-    memory_gib: float  # so much was filled with a pattern and read back
-    memory_gb_per_second: float  # written and read
-    host_free_gib: float  # of the node
+    memory_gib: float  # the amount that was filled with a pattern and read back
+    memory_gb_per_second: float  # bytes written plus bytes read
+    host_free_gib: float  # free host memory of the node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the ranks of one node, of two, or of all nodes reached together: the slowest rank's bus bandwidth."""
+    """Bus bandwidths of collectives among the ranks of one node, of two, or of all nodes; the slowest rank's count."""
 
     nodes: tuple[str, ...]
     all_reduce_gb_per_second: float | None = None
@@ -33,19 +34,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """One node's write to the run directory's disk (with fsync), and its read of what another node wrote."""
+    """The times of one node's write to the run directory's disk (with fsync) and of its read of another node's file."""
 
     node: str
     gb: float  # the size of a node's file
     write_seconds: float
     read_seconds: float
-    reads_from: str  # its own name where there is no other
-    misses: tuple[str, ...]  # nodes that have written, and whose files it does not see
+    reads_from: str  # the node that wrote the file; its own name where there is no other
+    misses: tuple[str, ...]  # nodes that have written files which this node does not see
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything. ``nodes`` are in the order of their ranks, so that the first one leads."""
+    """All results of a preflight. ``nodes`` are in the order of their ranks, so the first one has rank 0."""
 
     nodes: tuple[str, ...]
     devices: tuple[Device, ...] = ()

@@ -1,8 +1,8 @@
-"""What ranks reach together: bus bandwidths of all-reduce and all-to-all, and who meets whom.
+"""The preflight's check of the network: bus bandwidths of all-reduce and all-to-all, and which nodes are paired.
 
-Bus bandwidth is that of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), which can be compared with what
-the hardware claims, whatever the number n of ranks: S/t x 2(n-1)/n for an all-reduce, S/t x (n-1)/n for an all-to-all,
-S the bytes that each rank gives, t the time.
+Bus bandwidth is that of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), which can be compared with the
+hardware's stated bandwidth for any number n of ranks: S/t x 2(n-1)/n for an all-reduce, S/t x (n-1)/n for an
+all-to-all, where S is the size in bytes of each rank's input, and t the time.
 """
 
 import datetime
@@ -19,16 +19,16 @@ from torch.distributed import (
 
 from parallel.preflight.device import Sizes, seconds_of
 
-PARTNERS = 3  # that a node meets: one bad one among them, and even two, leave it a meeting that shows its own speed
+PARTNERS = 3  # nodes with which each is paired: even with two bad ones among them, one pair shows its own speed
 
 
 def meet(
     store: Store, name: str, members: Sequence[int], rank: int, device: torch.device, sizes: Sizes, limit_seconds: float
 ) -> tuple[float, float]:
-    """GB/s of bus bandwidth that this rank saw of an all-reduce and of an all-to-all among ``members``.
+    """The bus bandwidths in GB/s of an all-reduce and of an all-to-all among ``members``, as this rank measured them.
 
-    The members call it; more than one of them, and no process group is open. Raises RuntimeError where one does not
-    come, or a collective fails, takes longer than the limit, or gives a wrong result.
+    All members, of which there are at least two, call it, while no process group is open. Raises RuntimeError where a
+    member does not call it, or a collective fails, takes longer than the limit, or gives a wrong result.
     """
     with _group(store, name, members, rank, device, limit_seconds):
         return _all_reduce(len(members), device, sizes), _all_to_all(len(members), device, sizes)
@@ -38,11 +38,11 @@ def meet(
 def _group(
     store: Store, name: str, members: Sequence[int], rank: int, device: torch.device, limit_seconds: float
 ) -> Iterator[None]:
-    """A process group of the members alone, so that nobody else can hold them up."""
+    """While entered, the default process group is one of the members alone, so that no other rank can delay them."""
     place = PrefixStore(f"meeting/{name}", store)
     limit = datetime.timedelta(seconds=limit_seconds)
     place.set(f"here/{rank}", "")
-    # The call to NCCL that opens a communicator waits for the others without end, so it begins when all are here.
+    # NCCL's call that opens a communicator waits for the others without a limit, so it begins when all are here.
     place.wait([f"here/{member}" for member in members], limit)
     cuda = device.type == "cuda"
     # A wait that is over time raises here, instead of ending the process from NCCL's watchdog.
@@ -66,7 +66,7 @@ def _all_reduce(n: int, device: torch.device, sizes: Sizes) -> float:
     dist.all_reduce(values)
     if not bool((values == n).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
-    values.zero_()  # which stays zero however often it is summed
+    values.zero_()  # zeros stay zeros however often they are summed
     seconds = [seconds_of(lambda: dist.all_reduce(values), 1, device) for _ in range(sizes.repeats)]
     return sizes.message_bytes / min(seconds) * 2 * (n - 1) / n / 1e9
 
@@ -83,10 +83,10 @@ def _all_to_all(n: int, device: torch.device, sizes: Sizes) -> float:
 
 
 def schedule(nodes: Sequence[str], most: int = PARTNERS) -> list[list[tuple[str, str]]]:
-    """Rounds in which nodes meet two by two: nobody twice in a round, no two nodes twice, at most ``most`` rounds.
+    """At most ``most`` rounds of pairs of nodes: no node comes twice in a round, and no pair twice in all.
 
-    The circle method of tournaments: one seat stays, the others move on. With an odd number one node rests in each
-    round, another each time.
+    By the circle method of tournaments: one seat stays, the others move on. With an odd number of nodes, another node
+    has no partner in each round.
     """
     seats: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     rounds = []
