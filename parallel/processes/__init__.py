@@ -1,1 +1,1 @@
-"""Processes: how they start, find each other, stay alive together, stop and end."""
+"""The processes of a job: how they start, find each other, watch each other, stop and end."""

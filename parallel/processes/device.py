@@ -1,7 +1,8 @@
-"""Which GPU is a rank's own, and the network interface over which ranks on other nodes reach this one.
+"""Chooses a rank's own GPU, and the network interface over which ranks on other nodes reach this one.
 
 Slurm can show a task its own GPU alone (``--gpus-per-task`` with binding), which is then device 0 whatever LOCAL_RANK
-says; torchrun shows each rank all GPUs of the node. Neither hinders two ranks from taking one GPU, at which NCCL stops.
+says; torchrun shows each rank all GPUs of the node. Neither keeps two ranks from taking the same GPU, with which NCCL
+fails.
 """
 
 import os
@@ -16,20 +17,20 @@ from parallel.processes.environment import number, show
 from parallel.processes.rendezvous import address_of, all_ranks_here
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): what routes to it is the default route
+ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737): the default route leads to it
 PORT = 9  # no packet is sent to it
 
 
 class Held(TypedDict):
-    """What a rank says of its GPU."""
+    """A rank's description of its GPU, which other ranks can compare."""
 
     host: str
     gpu: str  # its UUID; empty without CUDA
-    problem: str  # why it has none, or nothing
+    problem: str  # why it has none; empty if it has one, or without CUDA
 
 
 def device_index(n_devices: int, local_rank: int) -> int:
-    """The rank's own among ``n_devices`` that it sees: the only one, or its LOCAL_RANK's."""
+    """The index of the rank's own device among the ``n_devices`` that it sees: the only one, or ``local_rank``."""
     return 0 if n_devices == 1 else local_rank
 
 
@@ -41,7 +42,7 @@ def own_device() -> torch.device:
 
 
 def held_device() -> Held:
-    """This rank's GPU in words that other ranks can compare."""
+    """The description of this rank's GPU, which other ranks can compare with theirs."""
     device, host = own_device(), socket.gethostname()
     if device.index is None:
         return Held(host=host, gpu="", problem="")
@@ -52,7 +53,7 @@ def held_device() -> Held:
 
 
 def device_problems(held: Sequence[Held]) -> list[str]:
-    """A line for each rank without a GPU, and for each GPU of two ranks; ``held`` by rank."""
+    """A message for each rank without a GPU, and for each GPU that several ranks have; ``held`` is by rank."""
     lines = [
         f"LOCAL_RANK on rank {rank} ({each['host']}) must number a GPU that the rank sees, and is {each['problem']}; "
         "start one rank for each GPU"
@@ -75,11 +76,12 @@ def device_problems(held: Sequence[Held]) -> list[str]:
 def choose_interface(
     environment: MutableMapping[str, str] = os.environ, source_to: Callable[[str], str | None] | None = None
 ) -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, where nobody has set it and nodes are several.
+    """Sets GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, if it is not set and there are several nodes.
 
-    gloo otherwise binds to what this machine's own name resolves to: on Debian and on many clusters 127.0.1.1, where no
-    other node reaches it. On the node whose own address MASTER_ADDR is, the interface with that address counts; where
-    that is a loopback address, the one of the default route. Call before the first group of gloo.
+    gloo otherwise binds to the address to which this machine's own name resolves: on Debian and on many clusters
+    127.0.1.1, where no other node reaches it. On the node whose own address MASTER_ADDR is, it is the interface with
+    that address; where that is a loopback address, the interface of the default route. Call it before the first gloo
+    group is made.
     """
     if INTERFACE in environment or all_ranks_here(environment):
         return
@@ -94,18 +96,18 @@ def choose_interface(
 
 
 def source_address(target: str) -> str | None:
-    """This machine's address from which it would reach ``target``; None where nothing routes there."""
+    """This machine's address from which it would reach ``target``; None where there is no route."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, PORT))  # of a datagram socket: it chooses a route, and sends nothing
+            probe.connect((target, PORT))  # a datagram socket's connect chooses a route, and sends nothing
         except OSError:
             return None
         return probe.getsockname()[0]
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has the address."""
+    """The name of the interface that has the address; None where no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
@@ -113,5 +115,5 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether an interface leads nowhere else."""
+    """Whether an interface has a loopback address, by which no other machine can be reached."""
     return any(each.address in ("127.0.0.1", "::1") for each in psutil.net_if_addrs()[name])

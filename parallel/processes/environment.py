@@ -1,15 +1,15 @@
-"""What the variables that torchrun and Slurm set must be, so that a wrong one is named instead of waited for."""
+"""Reads and checks the variables that torchrun and Slurm set, so that a wrong one gives a message, not a long wait."""
 
 import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
 
-TOKEN = "ROUNDTABLE_TOKEN"  # what only a job's own processes know
+TOKEN = "ROUNDTABLE_TOKEN"  # the variable with a secret that only a job's own processes know
 MOST_RANKS = 10**6
-LARGEST = 2**32 - 1  # of what Slurm and torchrun count: they have 32 bits
+LARGEST = 2**32 - 1  # the largest number that Slurm and torchrun use: they have 32 bits
 
-# What else must be a number wherever it is set: the least and the most that it can be.
+# Further variables that must be numbers wherever they are set: the least and the largest allowed.
 COUNTS = {
     "LOCAL_WORLD_SIZE": (1, MOST_RANKS),
     "TORCHELASTIC_RESTART_COUNT": (0, LARGEST),
@@ -21,7 +21,7 @@ COUNTS = {
 
 
 class WrongEnvironment(Exception):
-    """Variables are missing or wrong. ``problems`` holds a line each: the variable, its value, the rule, the remedy."""
+    """Environment variables are missing or wrong. ``problems`` has a line for each: name, value, rule and remedy."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -37,7 +37,11 @@ def number(
     default: int | None = None,
     why: str = "",
 ) -> int:
-    """The variable's number; ``default`` where it is not set. Raises WrongEnvironment; ``why`` explains the limits."""
+    """The number that a variable holds, or ``default`` where it is not set.
+
+    Raises WrongEnvironment where it is no whole number from ``least`` to ``most``, or is not set and has no default.
+    ``why`` explains the limits in the message.
+    """
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -51,7 +55,10 @@ def number(
 
 
 def address(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The variable's host name or IP address, which nobody has looked up. Raises WrongEnvironment."""
+    """The host name or IP address that a variable holds; it is not looked up.
+
+    Raises WrongEnvironment where the variable is not set, or holds neither.
+    """
     text = environment.get(name)
     if text is None:
         raise WrongEnvironment([f"{name} must be set; {remedy_for(name)}"])
@@ -61,7 +68,7 @@ def address(name: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check_counts(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each of COUNTS that is set and wrong."""
+    """A message for each variable of COUNTS that is set and wrong."""
     problems: list[str] = []
     for name, (least, most) in COUNTS.items():
         try:
@@ -72,7 +79,7 @@ def check_counts(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def remedy_for(name: str) -> str:
-    """Where a variable's right value comes from."""
+    """The remedy for a wrong variable, in words: which program sets it, and how to start."""
     if name.startswith("SLURM_"):
         return "Slurm sets it for each step and task: unset what your shell or script sets, and start by srun or sbatch"
     if name.startswith("TORCHELASTIC_"):
@@ -81,7 +88,7 @@ def remedy_for(name: str) -> str:
 
 
 def show(text: str) -> str:
-    """A value as it stands in a message: quoted, on one line, and not too long."""
+    """A value as it is shown in messages: quoted, on one line, and at most 80 characters of it."""
     return ascii(text if len(text) <= 80 else f"{text[:80]}…")
 
 

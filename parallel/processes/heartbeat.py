@@ -1,8 +1,8 @@
-"""The heartbeats' wires: every rank keeps one TCP connection to rank 0, and both sides send lines of JSON.
+"""Connections for heartbeats: every rank keeps one TCP connection to rank 0, and both sides send lines of JSON.
 
-Connections of our own, not torch's store: a rank that is killed is known at once (its kernel closes the connection),
-one that is stopped or whose node is gone falls silent, no call can hang, and a broken connection prints nothing.
-Nothing here touches a collective once it is open. One thread uses an end.
+These are used instead of torch's store since a rank that is killed is known at once (its kernel closes the connection),
+one that is stopped or whose node is gone falls silent, no call can hang, and a broken connection prints nothing. Once
+they are open, no collective is involved. Only one thread may use each end.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from parallel.mesh import Mesh
 from parallel.processes.rendezvous import listen_for_ranks
 
 Message = dict[str, Any]
-SEND_SECONDS = 1.0  # a peer that takes no bytes for so long is silent
+SEND_SECONDS = 1.0  # a peer that accepts no bytes for this long counts as silent
 GOODBYE_SECONDS = 10.0  # for the others to notice that a connection ends; they poll all the time
-HELLO_BYTES = 256  # of the first line, which says who it is
-HELLO_SECONDS = 60.0  # for all ranks to connect: they have just met in a collective
+HELLO_BYTES = 256  # the longest first line, by which a rank names itself
+HELLO_SECONDS = 60.0  # for all ranks to connect: they have just completed a collective together
 
 
 def encoded(message: Message) -> bytes:
@@ -45,12 +45,12 @@ class Wire:
         self.send_line(encoded(message))
 
     def send_line(self, line: bytes) -> None:
-        """Sends one line. Errors are left to the reading side, which sees the connection's end too."""
+        """Sends one line. Errors are ignored here, since reading sees the end of the connection too."""
         with contextlib.suppress(OSError):
             self.connection.sendall(line)
 
     def read(self) -> list[Message | None]:
-        """What has arrived, when the connection is readable; None at last where it has ended."""
+        """The messages that have arrived, when the connection is readable; a last None means that it has ended."""
         try:
             data = self.connection.recv(1 << 16)
         except TimeoutError:
@@ -63,7 +63,7 @@ class Wire:
 
 
 class Heart:
-    """One rank's end: rank 0's holds a wire to every other rank, the others' one to rank 0."""
+    """One rank's connections: rank 0 has a wire to every other rank, the other ranks one to rank 0."""
 
     def __init__(self, wires: dict[int, Wire]) -> None:
         self.wires = wires
@@ -74,7 +74,10 @@ class Heart:
         self.selector.register(woken, selectors.EVENT_READ, None)
 
     def poll(self, seconds: float) -> list[tuple[int, Message | None]]:
-        """Waits so long, or until something arrives: (rank, message) each, None where a rank's connection has ended."""
+        """The messages that arrived, as (rank, message); None as message where a rank's connection has ended.
+
+        Waits up to ``seconds`` until something arrives or ``wake`` is called.
+        """
         arrived: list[tuple[int, Message | None]] = []
         for key, _ in self.selector.select(seconds):
             rank: int | None = key.data
@@ -87,27 +90,30 @@ class Heart:
         return arrived
 
     def wake(self) -> None:
-        """Makes ``poll`` return at once; any thread may call it, also when the polling one has closed all meanwhile."""
+        """Makes ``poll`` return at once. Any thread may call it, also after the polling thread has called ``close``."""
         with contextlib.suppress(OSError):
             self.waker.send(b"!")
 
     def send(self, message: Message) -> None:
-        """To rank 0; from rank 0, to all."""
+        """Sends a message to rank 0, or from rank 0 to all other ranks."""
         line = encoded(message)
         for wire in self.wires.values():
             wire.send_line(line)
 
     def drop(self, rank: int) -> None:
-        """Forgets a connection that has ended."""
+        """Closes and removes a rank's connection, after it has ended."""
         wire = self.wires.pop(rank)
         self.selector.unregister(wire.connection)
         wire.connection.close()
 
     def close(self) -> None:
-        """Ends all connections, when what was sent has arrived: a close before that would throw it away."""
+        """Ends all connections once what was sent has arrived: closing them before would discard it.
+
+        Waits for that at most GOODBYE_SECONDS.
+        """
         for wire in self.wires.values():
             with contextlib.suppress(OSError):
-                wire.connection.shutdown(socket.SHUT_WR)  # which the other side answers by its own end
+                wire.connection.shutdown(socket.SHUT_WR)  # the other side then ends the connection too
         deadline = time.monotonic() + GOODBYE_SECONDS
         while self.wires and time.monotonic() < deadline:
             self.poll(deadline - time.monotonic())
@@ -120,9 +126,10 @@ class Heart:
 
 
 def open_heart(mesh: Mesh, address: str) -> Heart:
-    """Connects every rank to rank 0, which all reach at ``address``. All ranks call it.
+    """This rank's end of the heartbeats, connected to rank 0 at ``address``. All ranks call it.
 
-    Raises OSError on every rank that could not connect, and TimeoutError on rank 0 where one did not within a minute.
+    Rank 0 broadcasts its port and a secret over ``mesh.control``. Raises OSError on a rank that cannot connect, and
+    TimeoutError on rank 0 where a rank does not connect within a minute.
     """
     if mesh.world_size == 1:
         return Heart({})
@@ -139,7 +146,7 @@ def open_heart(mesh: Mesh, address: str) -> Heart:
 
 
 def _accept_all(listener: socket.socket, world_size: int, token: str) -> dict[int, Wire]:
-    """A wire to every other rank; strangers are turned away."""
+    """A wire to every other rank, by rank. A connection that does not send the token is closed."""
     deadline = time.monotonic() + HELLO_SECONDS
     wires: dict[int, Wire] = {}
     while len(wires) < world_size - 1:
@@ -155,7 +162,7 @@ def _accept_all(listener: socket.socket, world_size: int, token: str) -> dict[in
 
 
 def _read_line(wire: Wire) -> Message:
-    """The first line that a new connection sends; empty where it sends none, or something else."""
+    """The first line that a new connection sends, as a dict; empty where there is none or it is no JSON object."""
     deadline = time.monotonic() + SEND_SECONDS
     data = b""
     with contextlib.suppress(OSError, ValueError):

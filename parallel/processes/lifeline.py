@@ -1,7 +1,8 @@
-"""A process ends when the one that started it does, however that came to its end: killed, out of memory, crashed.
+"""Makes a process end when the one that started it ends, for whatever reason: killed, out of memory, crashed.
 
-The kernel sees to it where it can: its signal needs no Python, which could not run while native code keeps Python's
-lock, and it ends a stopped process too. Nobody else would: a process that nobody waits for lives on, with its GPU.
+Where possible the kernel sends the signal (Linux's parent-death signal). That needs no Python, which could not run
+while native code holds Python's lock, and it ends a stopped process too. Without it an orphaned rank would live on and
+keep its GPU.
 """
 
 import ctypes
@@ -13,17 +14,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LAUNCHER = "ROUNDTABLE_LAUNCHER"  # the variable by which a fork server knows whose it is
-STEP_DAEMON = "slurmstepd"  # what starts the tasks of a Slurm step on a node
+LAUNCHER = "ROUNDTABLE_LAUNCHER"  # the variable with the pid of the launcher to which a fork server belongs
+STEP_DAEMON = "slurmstepd"  # the program that starts the tasks of a Slurm step on a node
 LOOK_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(expected: int | None = None) -> None:
-    """From now on this process is killed, without a word, as soon as its parent has ended. The main thread calls it.
+    """Makes this process be killed (SIGKILL) as soon as its parent has ended. The main thread calls it.
 
-    ``expected`` is the parent's pid where the caller knows it: where that process is not the parent, it has ended
-    already, and this one ends at once.
+    ``expected`` is the parent's pid, if the caller knows it: if the parent is another process, the expected one has
+    ended already, and this process ends at once.
     """
     parent = os.getppid()
     if expected is not None and parent != expected:
@@ -37,9 +38,9 @@ def end_with_parent(expected: int | None = None) -> None:
 
 
 def end_with_launcher(launcher: int) -> None:
-    """For a rank that the launcher's fork server has forked: it ends with that one, which ends with the launcher.
+    """Makes a rank end with the fork server that forked it, which in its turn ends with the launcher.
 
-    Ends this process at once where one of the two has ended already.
+    ``launcher`` is the launcher's pid. Ends this process at once if one of the two has ended already.
     """
     assert "parallel.processes.tied" in sys.modules, (
         "the fork server cannot import Roundtable; install it, or set PYTHONPATH"
@@ -50,10 +51,10 @@ def end_with_launcher(launcher: int) -> None:
 
 
 def end_with_job() -> None:
-    """For a rank that torchrun or srun has started: it ends with the agent or the step daemon.
+    """Makes a rank that torchrun or srun has started end with the agent or the step daemon that started it.
 
-    Between a step daemon and the rank may be others, such as a shell or a container's runtime: it ends with each of
-    them. Where the parent is in another PID namespace, its end cannot be seen.
+    There may be other processes between a step daemon and the rank, such as a shell or a container's runtime: the rank
+    ends with any of them. Where the parent is in another PID namespace, its end cannot be seen.
     """
     end_with_parent()
     line = lineage_to(STEP_DAEMON)
@@ -62,12 +63,12 @@ def end_with_job() -> None:
 
 
 def end() -> None:
-    """Kills this process, which says nothing and runs nothing more."""
+    """Kills this process at once (SIGKILL): it prints nothing and runs no cleanup."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lineage_to(name: str) -> list[int]:
-    """The pids from this process's parent up to the nearest ancestor that runs the program; empty where none does."""
+    """The pids from this process's parent up to its nearest ancestor that runs program ``name``; empty if none does."""
     line, pid = [], os.getppid()
     while pid > 1:
         line.append(pid)
@@ -78,7 +79,7 @@ def lineage_to(name: str) -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    """A process's parent; 0 where that cannot be seen, or there is no such process."""
+    """The pid of a process's parent; 0 where it cannot be seen, or there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -93,7 +94,10 @@ def _program_of(pid: int) -> str:
 
 
 def _forked_by_main_thread(parent: int) -> bool:
-    """Whether the parent's main thread forked this process: the kernel's signal comes when the thread ends that did."""
+    """Whether the parent's main thread forked this process.
+
+    The kernel sends the parent-death signal when the thread ends that forked it, which may be before the parent ends.
+    """
     try:
         return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except OSError:  # no Linux, or not to be seen from here
@@ -101,7 +105,7 @@ def _forked_by_main_thread(parent: int) -> bool:
 
 
 def _watch(holds: Callable[[], bool]) -> None:
-    """Ends this process soon after ``holds()`` has become false."""
+    """Starts a thread that ends this process soon after ``holds()`` has become false."""
 
     def look() -> None:
         while holds():

@@ -1,8 +1,8 @@
-"""Where a job's ranks meet: torch's store at MASTER_ADDR:MASTER_PORT, on which interface it listens, and whose it is.
+"""The rendezvous of a job's ranks: torch's store at MASTER_ADDR:MASTER_PORT, opened on one interface and signed.
 
-The store itself knows no password. What the ranks tell each other there is signed with a token that only the job has,
-and lies below a name that follows from it, so that neither another job at the same port nor a stranger is taken for a
-rank. Under ``--ranks`` the launcher draws the token, under Slurm the job script; ROUNDTABLE_TOKEN sets it elsewhere.
+The store itself has no password. What the ranks write there is signed with a token that only the job has, and lies
+under a name that follows from it, so that neither another job at the same port nor a stranger is taken for a rank.
+Under ``--ranks`` the launcher draws the token, under Slurm the job script; elsewhere ROUNDTABLE_TOKEN sets it.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from torch.distributed import (
 
 from parallel.processes.environment import TOKEN, number
 
-NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")  # of a job without a token: they tell jobs apart
+NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")  # without a token, these variables tell jobs apart
 OWNER = "roundtable/owner"
 BACKLOG = 4096
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -30,25 +30,25 @@ _groups_opened = 0
 
 
 class ForeignStore(Exception):
-    """What is in the store was not written by a rank of this job."""
+    """Something in the store was not written by a rank of this job."""
 
 
 def rendezvous_store(limit_seconds: float) -> PrefixStore:
     """This job's part of the store, which rank 0 hosts (under torchrun: its agent); opened once in each process.
 
-    All ranks call it. Raises OSError where rank 0 cannot listen, torch's DistNetworkError or DistStoreError where it
-    cannot be reached within the limit, and ForeignStore where the store is another job's.
+    All ranks call it. Raises OSError where rank 0 cannot listen, torch's DistNetworkError or DistStoreError where the
+    store cannot be reached within the limit, and ForeignStore where it is another job's.
     """
     global _store
     if _store is None:
         _store = _open(limit_seconds)
-    # torchrun's store outlives a restart: each start has a part of its own.
+    # torchrun's store outlives a restart of the ranks, so each start has a part of its own.
     start = number("TORCHELASTIC_RESTART_COUNT", default=0)
     return PrefixStore(f"{signature('part')}/start-{start}", _store)
 
 
 def store_of_next_group(limit_seconds: float) -> PrefixStore:
-    """The part of the store for this process's next process group. All ranks call it, as often as each other."""
+    """The part of the store for the next default process group. All ranks call it, equally often."""
     global _groups_opened
     _groups_opened += 1
     return PrefixStore(f"group-{_groups_opened}", rendezvous_store(limit_seconds))
@@ -75,11 +75,11 @@ def _open(limit_seconds: float) -> TCPStore:
 
 
 def listen_for_ranks(host: str, port: int = 0) -> socket.socket:
-    """Rank 0's listener, on the interface alone at which the other ranks reach it.
+    """Rank 0's listening socket, on the one interface at which the other ranks reach it; port 0 takes any free port.
 
-    It listens on all of them where that interface cannot be told: where ``host`` is no address of this machine (that
-    of a service), or a loopback address though ranks are elsewhere (what Debian calls a machine by its own name).
-    Raises OSError, such as for a port that is taken.
+    It listens on all interfaces where that one is not known: where ``host`` is no address of this machine (but, for
+    example, a service's), or is a loopback address though ranks are on other nodes (Debian maps a machine's own name to
+    one). Raises OSError, for example for a port that is taken.
     """
     place = address_of(host)
     if place is not None and is_mine(place) and (all_ranks_here() or not place.is_loopback):
@@ -90,7 +90,7 @@ def listen_for_ranks(host: str, port: int = 0) -> socket.socket:
 
 
 def address_of(host: str) -> Address | None:
-    """The first IP address of a host; None where it has none (yet)."""
+    """The first IP address of a host; None where its name does not resolve (yet)."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
@@ -100,7 +100,7 @@ def address_of(host: str) -> Address | None:
 
 
 def family_of(address: Address) -> socket.AddressFamily:
-    """What a socket for it is made with."""
+    """The socket family (IPv4 or IPv6) of an address."""
     return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
@@ -114,25 +114,25 @@ def is_mine(address: Address) -> bool:
 
 
 def all_ranks_here(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this machine, as far as the variables tell."""
+    """Whether all ranks are on this machine, as far as the environment variables of Slurm and torchrun say."""
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         return True
     return environment.get("LOCAL_WORLD_SIZE", "1") == environment.get("WORLD_SIZE", "1")
 
 
 def signature(*words: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What only a process that has the job's token can say of the words, as hexadecimal digits."""
+    """An HMAC-SHA256 of the words with the job's token as key, as hexadecimal digits."""
     token = environment.get(TOKEN) or "/".join(environment.get(name, "") for name in NAMES)
     return hmac.digest(token.encode(), "\0".join(words).encode(), hashlib.sha256).hex()
 
 
 def signed(key: str, text: str) -> str:
-    """The text with the job's signature, as what it says at ``key`` of this start."""
+    """The text preceded by the job's signature of it, which also covers ``key`` and the number of this start."""
     return f"{signature(key, os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), text)} {text}"
 
 
 def verified(key: str, value: bytes) -> str:
-    """The text that ``signed`` made into ``value``. Raises ForeignStore where this job has not said so at this key."""
+    """The text of a ``value`` that ``signed`` made. Raises ForeignStore where this job did not sign it for this key."""
     text = value.decode(errors="replace").partition(" ")[2]
     if not hmac.compare_digest(value, signed(key, text).encode()):
         raise ForeignStore(f"'{key}' in the store was not written by a rank of this job")

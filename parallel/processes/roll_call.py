@@ -1,7 +1,7 @@
-"""Before the process group: do all ranks answer, and do they agree? Who does not is named on every rank.
+"""Checks, before the process group is opened, that all ranks are there and agree; every rank names those that do not.
 
-A process group that lacks a rank only says that it timed out, and one whose ranks run different code says nothing. The
-roll is called over the same store, at MASTER_ADDR:MASTER_PORT, that the process group then uses.
+A process group that lacks a rank only reports a timeout, and one whose ranks run different code reports nothing. The
+roll call uses the same store, at MASTER_ADDR:MASTER_PORT, as the process group after it.
 """
 
 import contextlib
@@ -20,24 +20,25 @@ import torch.distributed as dist
 from parallel.processes.environment import TOKEN, number
 from parallel.processes.rendezvous import ForeignStore, rendezvous_store, signed, verified
 
-NODE_SECONDS = 60  # that a rank waits for another one of its node, before it does the work itself
-LINGER_SECONDS = 10  # rank 0 hosts the store, and before it may end waits so long for the others to read the verdict
+NODE_SECONDS = 60  # that a rank waits for another one of its node before it does the work itself
+LINGER_SECONDS = 10  # that rank 0, which hosts the store, waits for the others to read the verdict before it may end
 
 
 class RollCallError(Exception):
-    """Ranks are missing, or disagree. The same ``lines`` on every rank that could be reached."""
+    """Ranks are missing, or disagree. ``lines`` says how, and is the same on every rank that could be reached."""
 
     def __init__(self, lines: Sequence[str], *, is_disagreement: bool) -> None:
         super().__init__("\n".join(lines))
         self.lines = list(lines)
-        self.is_disagreement = is_disagreement  # False: somebody did not answer
+        self.is_disagreement = is_disagreement  # False: a rank did not answer
 
 
 class RollCall:
-    """The store that all ranks share; keep it until the process group is open. All ranks make it, at the same time.
+    """The ranks' agreement over a store that they share. All ranks make one, at the same time.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. ``hosts`` names each rank's node where that is known. Raises
-    RollCallError where rank 0 cannot be reached within ``limit_seconds``.
+    Keep it until the process group is open, since rank 0 hosts the store. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    must be set. ``hosts``: each rank's node, where that is known. Raises RollCallError where rank 0 cannot listen,
+    where it cannot be reached within ``limit_seconds``, and where the store is another job's.
     """
 
     def __init__(self, limit_seconds: float, hosts: Sequence[str] | None = None) -> None:
@@ -76,20 +77,25 @@ class RollCall:
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
         """Returns when all ranks have called it with equal facts. All ranks call it.
 
-        Raises RollCallError on all of them, with a line for each rank's absence or for each fact that differs.
+        Else raises RollCallError on all of them: with a line that names the missing ranks, or with a line for each fact
+        that differs.
         """
         self._round(name, dict(facts), lambda answers: self._differences(answers))
 
     def fail_together(self, name: str, problems: Sequence[str]) -> None:
-        """Returns when all ranks have called it without problems; raises RollCallError with all of them elsewhere."""
+        """Returns when all ranks have called it without problems. All ranks call it.
+
+        Else raises RollCallError on all of them, with every rank's problems, or with a line that names missing ranks.
+        """
         self._round(
             name, list(problems), lambda answers: list(dict.fromkeys(line for each in answers for line in each))
         )
 
     def judge(self, name: str, answer: Any, problems: Callable[[list[Any]], list[str]]) -> None:
-        """Returns when all ranks have called it and rank 0 finds no ``problems`` in their answers, JSON, by rank.
+        """Returns when all ranks have called it and rank 0 finds no problems in their answers. All ranks call it.
 
-        Raises RollCallError with the problems on all of them elsewhere.
+        Rank 0 calls ``problems`` with the answers, by rank, which must be values that JSON can hold. Else raises
+        RollCallError on all ranks, with the problems or a line that names missing ranks.
         """
         self._round(name, answer, problems)
 
@@ -100,9 +106,10 @@ class RollCall:
         return self._get(f"{name}/text")
 
     def once_on_node(self, name: str, what: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns, JSON, which one rank of a node does for all of its ranks that name the same ``what``.
+        """What ``work`` returns, run by one rank of a node for all of its ranks that pass the same ``what``.
 
-        The first to come does it. Who has waited for NODE_SECONDS does it as well: the first may have ended.
+        The result must be a value that JSON can hold. The first rank to call it does the work. A rank that has waited
+        for NODE_SECONDS does the work too, since the first may have ended.
         """
         key = f"{name}/{hashlib.sha256(f'{socket.gethostname()} {what}'.encode()).hexdigest()}"
         if self.store.add(f"{key}/ranks", 1) > 1 and self._comes(key, min(NODE_SECONDS, self.limit_seconds / 2)):
@@ -112,13 +119,13 @@ class RollCall:
         return result
 
     def _comes(self, key: str, limit_seconds: float) -> bool:
-        """Whether the key is there within the limit: asked for, since a wait that ends too late spoils a connection."""
+        """Whether the key appears within the limit. It is polled, since a store's wait that times out breaks it."""
         deadline, pause = time.monotonic() + limit_seconds, 0.05
         while not self.store.check([key]):
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)  # of a thousand ranks each asks seldom
+            pause = min(1.0, 1.5 * pause)  # longer and longer, so that a thousand ranks do not overload the store
         return True
 
     def decide_together(
@@ -129,11 +136,11 @@ class RollCall:
         limit_seconds: float,
         decide: Callable[[dict[int, Any]], Any],
     ) -> Any:
-        """What rank 0's ``decide`` makes of the answers that came within the limit, on every rank that is still there.
+        """The decision of rank 0's ``decide`` on the answers that came within the limit, on every rank that is there.
 
-        The ranks of ``expected`` call it, rank 0 always among them. Answers and the decision are JSON. Who does not
-        answer is left out of what ``decide`` gets, and nothing is raised for it. Raises RollCallError where rank 0 does
-        not decide within twice the limit, counted from this rank's answer.
+        The ranks of ``expected``, which must include rank 0, call it. ``decide`` gets the answers by rank; a rank that
+        does not answer is left out, and nothing is raised for it. Answers and decision must be values that JSON can
+        hold. Raises RollCallError where rank 0 does not decide within twice the limit, counted from this rank's answer.
         """
         self._set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
@@ -153,7 +160,7 @@ class RollCall:
         return decision
 
     def _round(self, name: str, answer: Any, judge: Callable[[list[Any]], list[str]]) -> None:
-        """Every rank hands in its answer, rank 0 judges, every rank reads the verdict."""
+        """Hands this rank's answer to rank 0's ``judge``; raises RollCallError on all ranks if it returns any lines."""
         self._set(f"{name}/{self.rank}", json.dumps(answer))
         if self.rank == 0:
             missing = self._wait_for(name, range(self.world_size), self.limit_seconds)
@@ -173,7 +180,7 @@ class RollCall:
     def _verdict(
         self, name: str, missing: Collection[int], judge: Callable[[list[Any]], list[str]]
     ) -> dict[str, list[str]]:
-        """Rank 0: what is wrong."""
+        """On rank 0, what is wrong: {"missing": lines} or {"differ": lines}, the latter empty if nothing is."""
         if missing:
             return {"missing": [self._absence(missing)]}
         try:
@@ -188,14 +195,14 @@ class RollCall:
         self.store.set(key, signed(key, text))
 
     def _get(self, key: str) -> str:
-        """What a rank of this job has set. Raises RollCallError where it was somebody else."""
+        """The text that a rank of this job has set. Raises RollCallError where another process has set it."""
         try:
             return verified(key, self.store.get(key))
         except ForeignStore as error:
             raise RollCallError([self._foreign(error)], is_disagreement=False) from error
 
     def _wait_for(self, name: str, expected: Collection[int], limit_seconds: float) -> set[int]:
-        """Rank 0: those of the expected ranks that have not answered within the limit."""
+        """On rank 0, those of the expected ranks that have not answered within the limit."""
         deadline, missing = time.monotonic() + limit_seconds, set(expected)
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not self.store.check([f"{name}/{rank}"])}
@@ -203,7 +210,7 @@ class RollCall:
         return missing
 
     def _read_verdict(self, name: str) -> dict[str, list[str]]:
-        """Any other rank: what rank 0 found; rank 0 itself may have gone."""
+        """On the other ranks, rank 0's verdict; where rank 0 cannot be reached, a verdict that says so."""
         try:
             self.store.wait([name], datetime.timedelta(seconds=self.limit_seconds + LINGER_SECONDS))
             return json.loads(self._get(name))
@@ -212,7 +219,7 @@ class RollCall:
             return {"missing": [line]}
 
     def _linger(self, keys: list[str]) -> None:
-        """Rank 0: waits until the keys are there. The others have none to wait for."""
+        """Waits until the keys are there, at most LINGER_SECONDS. Only rank 0 passes any."""
         deadline = time.monotonic() + LINGER_SECONDS
         while keys and not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -251,7 +258,7 @@ class RollCall:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 6``: neighbours joined."""
+    """Ascending ranks in words, with neighbours joined: ``rank 3``, ``ranks 0-3, 6``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Starting local processes that fail together, quickly, and leave nobody behind."""
+"""Starts a job's ranks as local processes: if one fails, all are ended at once, and no process is left behind."""
 
 import contextlib
 import errno
@@ -41,15 +41,15 @@ PRELOAD = [
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface of 127.0.0.1
 FIRST_PORT = 20000  # below are the ports of known services
 
-# A process that has asked CUDA itself for its GPUs cannot be forked; with this torch asks the driver's library instead.
+# A process that has asked CUDA itself for its GPUs cannot be forked; with this variable set, torch asks NVML instead.
 COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-# How long the others may take to say what went wrong, where all that is known yet is that ranks lost a connection or
-# left with an exit code.
+# How long the launcher waits for the other ranks to report a cause, where so far it knows only that ranks lost a
+# connection or exited with a code.
 LINGER_SECONDS = 15.0
 
 
-# The exit code that multiprocessing gives a process when the fork server, which alone knows it, has ended.
+# The exit code that multiprocessing reports when the fork server, which alone knows the true one, has ended.
 UNKNOWN_CODE = 255
 LONGEST_TMPDIR = 75  # bytes: a socket's path has at most 107, and multiprocessing's ends in two names of 16 bytes
 SERVER_KILLED = "the fork server that started it was killed, most likely for want of memory"
@@ -57,7 +57,7 @@ SERVER_GONE = "the fork server ended; the reason is above, or it was killed, mos
 
 
 class RankError(Exception):
-    """Some rank failed; the message names the one that was the cause, with its traceback if it left one."""
+    """A rank failed. The message names the rank that was the cause, with its traceback if there is one."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class _Child:
 
 @dataclass
 class _Failure:
-    """How one rank ended. The lowest ``order`` is the likeliest cause of all the others."""
+    """How one rank failed. Of several failures, the one with the lowest ``order`` is the likeliest cause."""
 
     order: int
     message: str
@@ -83,11 +83,11 @@ class _Failure:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it explains itself: no lost connection does, nor an exit, whose reason another rank may give."""
+        """Whether it explains itself: no lost connection does, nor an exit, whose reason another rank may report."""
         return self.order not in (EXITED, CUT)
 
 
-# The orders. An exit comes before what others tell of it: that a rank is gone.
+# Values of ``_Failure.order``. An exit comes before TOLD, by which other ranks report that a rank is gone.
 KILLED, RAISED, EXITED, TOLD, ENDED, CUT = range(6)
 
 
@@ -101,24 +101,25 @@ def run_ranks(
     passes_stop: bool = False,
     places: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Calls ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh; returns their results by rank.
+    """The results, by rank, of ``function(*arguments)`` in ``n_ranks`` new processes that can open a mesh.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each, and nobody listens but on the loopback
-    interface. When one fails, or the time is over, all others are killed (stopped ones too) and RankError is raised.
-    ``threads`` sets each rank's torch threads (default: OMP_NUM_THREADS, or else cores / ranks); ``preload`` names
-    further modules that the fork server imports, once for all ranks. ``passes_stop``: requests to stop are passed on
-    to the ranks, which listen by ``parallel.processes.stop.hearing``. ``places`` are the ranks' names in messages
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in each process, and ports are opened on the
+    loopback interface alone. When a process fails, or ``timeout_seconds`` have passed, all others are killed (stopped
+    ones too) and RankError is raised. Function, arguments and results must be picklable. ``threads`` sets each rank's
+    torch threads (default: OMP_NUM_THREADS, or else cores / ranks). ``preload`` names further modules that the fork
+    server imports, once for all ranks. ``passes_stop``: requests to stop are passed on to the ranks, which receive them
+    by ``parallel.processes.stop.hearing``. ``places`` are the ranks' names in messages
     (``parallel.mesh.Degrees.places``).
     """
     context = fork_server(preload)
     threads = threads or _threads_asked_for() or max(1, (os.cpu_count() or 1) // n_ranks)
-    call = pickle.dumps((function, arguments))  # multiprocessing's way sends a file a tensor, and at most 251 of them
+    call = pickle.dumps((function, arguments))  # multiprocessing itself would send each tensor by a file, 251 at most
     children = []
     with claimed_port() as port, forwarding() if passes_stop else contextlib.nullcontext() as forwarder:
         try:
             for rank, of_rank in enumerate(rank_environments(n_ranks, port)):
                 receive, send = context.Pipe(duplex=False)
-                # This process's variables of now: the fork server has those of when it was started.
+                # This process's present variables: the fork server has those of the time when it was started.
                 environment = {**os.environ, **of_rank}
                 process = context.Process(
                     target=_rank_main, args=(send, os.getpid(), environment, threads, call), daemon=True
@@ -139,18 +140,20 @@ def run_ranks(
 
 
 def _threads_asked_for() -> int | None:
-    """OMP_NUM_THREADS, which torch itself would follow, up to this machine's cores; None if unset or no number.
+    """OMP_NUM_THREADS, at most the number of this machine's cores; None if it is unset or not a number.
 
-    Sums over other numbers of threads round otherwise: a job sets it to 1, and a run beside it must be able to as well.
+    Sums over another number of threads round differently: a job on a cluster sets it to 1, and a local run must be able
+    to do the same.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
     return min(int(asked), os.cpu_count() or 1) if asked.isdecimal() and int(asked) else None
 
 
 def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
-    """Where ranks' processes come from: one process of this one, that ends with it, and has imported what they need.
+    """The context by which ranks are forked from one server process, which has imported what they need.
 
-    Raises OSError where TMPDIR is too long for the sockets that lie there.
+    The server is a child of this process, and ends with it. Raises OSError where TMPDIR is too long a path for the
+    sockets that are made there.
     """
     temporary = tempfile.gettempdir()
     if len(os.fsencode(temporary)) > LONGEST_TMPDIR:
@@ -171,7 +174,7 @@ def _start(process: Any) -> None:
 
 
 def rank_environments(n_ranks: int, port: int) -> list[dict[str, str]]:
-    """The variables of each rank of a new job of this machine, with a token of its own."""
+    """The environment variables of each rank of a new job on this machine, by rank, with a token of the job's own."""
     token = secrets.token_hex(16)
     common = {
         "WORLD_SIZE": str(n_ranks),
@@ -187,9 +190,9 @@ def rank_environments(n_ranks: int, port: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def claimed_port() -> Iterator[int]:
-    """A port that nobody listens on, and that no other launcher of this machine takes before rank 0 listens there.
+    """A free port, which while entered no other launcher on this machine takes before rank 0 listens there.
 
-    It is below those that Linux gives to outgoing connections of its own choice: any of these could take it meanwhile.
+    It is below the ports that Linux gives to outgoing connections, any of which could take it in the meantime.
     """
     drawn = random.SystemRandom()  # no two launchers the same
     with contextlib.ExitStack() as stack:
@@ -203,9 +206,9 @@ def claimed_port() -> Iterator[int]:
 
 
 def _claim(port: int) -> contextlib.AbstractContextManager[Any]:
-    """A name of the kernel's, not of a file, that one process at a time can have. Raises OSError where another has it.
+    """A claim on the port by an abstract Unix socket, a name that one process at a time can have.
 
-    A socket on the port itself would be in rank 0's way.
+    Raises OSError where another process has it. A socket on the port itself would keep rank 0 from listening there.
     """
     if sys.platform != "linux":
         return contextlib.nullcontext()
@@ -219,18 +222,18 @@ def _claim(port: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def _first_outgoing_port() -> int:
-    """Where the ports of outgoing connections begin (32768, where nobody has moved it)."""
+    """The first of the ports that Linux gives to outgoing connections (by default 32768)."""
     setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(setting.read_text().split()[0]) if setting.exists() else 32768
     return first if first > FIRST_PORT + 1000 else 32768
 
 
-_to_launcher: Connection | None = None  # in a process that run_ranks started: where its answer goes
+_to_launcher: Connection | None = None  # in a process that run_ranks started: the pipe for its answer
 
 
 def _rank_main(send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, call: bytes) -> None:
     global _to_launcher
-    gc.freeze()  # what the fork server imported stays: looking through it copies its pages, 0.2 s of each rank
+    gc.freeze()  # the fork server's imports are never freed: searching them would copy their pages, 0.2 s of each rank
     end_with_launcher(launcher_pid)
     os.environ.update(environment)
     import torch
@@ -245,23 +248,23 @@ def _rank_main(send: Connection, launcher_pid: int, environment: dict[str, str],
         raise
     except BaseException as error:
         _send(send, ("error", traceback.format_exc(), getattr(error, "exit_code", 1), is_lost_connection(error)))
-        os._exit(1)  # without a word: the launcher prints the traceback, once
+        os._exit(1)  # prints nothing: the launcher prints the traceback, once
     _send(send, ("done", result))
 
 
 def has_launcher() -> bool:
-    """Whether ``run_ranks`` started this process, and so sees it and every other rank end."""
+    """Whether ``run_ranks`` started this process, so that a launcher sees it and every other rank end."""
     return _to_launcher is not None
 
 
 def tell_launcher(message: str, exit_code: int) -> None:
-    """Gives the launcher the reason for which all ranks are to end; from any thread, as this process's last word."""
+    """Sends the launcher the reason why all ranks are to end, as this process's answer. Any thread may call it."""
     assert _to_launcher is not None
     _send(_to_launcher, ("told", message, exit_code))
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether an exception says that another rank did not answer, rather than that this one went wrong."""
+    """Whether an exception, or one that led to it, says that another rank did not answer, not that this one failed."""
     import torch.distributed as dist
 
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL")
@@ -275,7 +278,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def _send(send: Connection, message: Any) -> None:
-    """By plain pickle: torch's own way of sending tensors needs the sender to stay alive until they are received.
+    """Sends a message to the launcher by plain pickle; torch's way of sending tensors would need this process to stay.
 
     A launcher that no longer listens, since it was told to end at once, is no failure of this process.
     """
@@ -285,7 +288,7 @@ def _send(send: Connection, message: Any) -> None:
 
 
 def _collect(children: list[_Child], timeout_seconds: float | None) -> list[Any]:
-    """The ranks' results, in order; raises RankError for the failure that the others follow from."""
+    """The ranks' results, by rank. Raises RankError with the likeliest cause if any failed, or at the time limit."""
     deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
@@ -314,7 +317,7 @@ def _collect(children: list[_Child], timeout_seconds: float | None) -> list[Any]
 
 
 def _receive(child: _Child) -> Any:
-    """What the rank's function returned, or a _Failure."""
+    """The result of the rank's function, or a _Failure."""
     try:
         message = pickle.loads(child.results.recv_bytes())
     except (EOFError, ConnectionError):
@@ -338,9 +341,9 @@ def _receive(child: _Child) -> Any:
 
 
 def _end(children: list[_Child]) -> None:
-    """Ends all ranks. A signal whose handler raises meanwhile, as a second Ctrl-C does, ends them at once.
+    """Ends all ranks, after a short wait. A handler that raises meanwhile, as on a second Ctrl-C, ends them at once.
 
-    None may be left to multiprocessing, which asks them by SIGTERM as Python ends, and waits for them without end.
+    None may be left to multiprocessing, which at Python's end sends them SIGTERM and waits for them without a limit.
     """
     try:
         for child in children:
@@ -358,7 +361,7 @@ def _end(children: list[_Child]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Within, signals that may have handlers which raise wait. For what takes no time."""
+    """While entered, signals whose handlers may raise are blocked. Meant for work that takes no time."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS])
     try:
         yield

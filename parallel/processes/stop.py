@@ -1,7 +1,7 @@
-"""Requests to stop: SIGTERM and SIGUSR1, as a rank hears them and as the process that started the ranks passes them on.
+"""Requests to stop (SIGTERM and SIGUSR1): how a rank receives them, and how the launcher passes them on to its ranks.
 
-One request can arrive several times: `timeout`, Slurm and torchrun signal a process, its parent and its group. What
-comes within REPEAT_SECONDS of the first is the same request; a later one means at once.
+One request can arrive several times, since `timeout`, Slurm and torchrun signal a process, its parent and its group. A
+signal within REPEAT_SECONDS of the first is the same request; a later one means that the process should end at once.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOPPED = 75  # exit code: stopped on request after saving, start me again (EX_TEMPFAIL of sysexits.h)
+STOPPED = 75  # exit code: stopped on request after saving, and can be started again (EX_TEMPFAIL of sysexits.h)
 KILLED = 128  # exit code, plus the signal's number: ended at once
 REPEAT_SECONDS = 1.0
 
@@ -29,7 +29,7 @@ class StopRequest:
         self.heard_at = 0.0
 
     def hear(self, signum: int) -> bool:
-        """Takes note of a signal; returns whether it is a second request."""
+        """Records a signal; returns whether it is a second request."""
         now = time.monotonic()
         if self.signal is None:
             self.signal, self.heard_at = signum, now
@@ -37,27 +37,27 @@ class StopRequest:
         return now - self.heard_at >= REPEAT_SECONDS
 
     def votes(self) -> list[float]:
-        """This rank's summand for each of STOP_SIGNALS, to be summed over all ranks along with something else."""
+        """For each of STOP_SIGNALS, 1.0 if it was this rank's first, else 0.0: to be summed over ranks for ``elected``."""
         return [float(self.signal == signum) for signum in STOP_SIGNALS]
 
 
 def elected(votes: Sequence[float]) -> int | None:
-    """The signal that the summed votes name; the first of STOP_SIGNALS where ranks have heard both."""
+    """The signal with votes in the sums over all ranks; the first of STOP_SIGNALS if both have some, None if none."""
     return next((signum for signum, count in zip(STOP_SIGNALS, votes, strict=True) if count), None)
 
 
 @contextmanager
 def hearing(*, ends_at_second: bool) -> Iterator[StopRequest]:
-    """Within, SIGTERM and SIGUSR1 are requests to this rank. The main thread calls it.
+    """While entered, SIGTERM and SIGUSR1 are recorded as requests to stop. The main thread calls it.
 
-    A thread listens, since Python's own handlers wait while the main thread is inside a collective. With
-    ``ends_at_second`` a second request ends the process; else whoever started the ranks sees to that.
+    A thread receives them, since Python's own handlers do not run while the main thread is inside a collective. With
+    ``ends_at_second`` a second request ends the process; otherwise that is left to the process that started the ranks.
 
-    Ctrl-Z stops the process as ever. faulthandler's timer, which the watchdog sets anew at each of its turns, is
-    cancelled before: it counts the time of the stop, and would end the process as soon as that goes on.
+    Ctrl-Z suspends the process as usual. faulthandler's timer, which the watchdog sets again and again, is cancelled
+    first: it would count the time of the suspension, and end the process as soon as that continues.
     """
     request = StopRequest()
-    pauses = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL  # ignored where a shell without job control began it
+    pauses = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL  # ignored if a shell without job control started it
     heard = (*STOP_SIGNALS, signal.SIGTSTP) if pauses else STOP_SIGNALS
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -87,20 +87,20 @@ def hearing(*, ends_at_second: bool) -> Iterator[StopRequest]:
 
 
 class Forwarder:
-    """The launching process's part: its first request goes on to every rank, a second one ends everything."""
+    """The launcher's side of stop requests: the first goes on to every rank, a second one ends everything."""
 
     def __init__(self) -> None:
         self.request = StopRequest()
         self.pids: list[int] = []
 
     def add(self, pid: int) -> None:
-        """A rank that has been started; it is told at once where the request came before it."""
+        """Adds a rank that has been started; it is signalled at once if a request came before."""
         self.pids.append(pid)
         if self.request.signal is not None:
             self.tell([pid], self.request.signal)
 
     def hear(self, signum: int, _: Any = None) -> None:
-        """The handler. Raises SystemExit at a second request."""
+        """Handles a signal: the first request is passed on to the ranks, a second one raises SystemExit."""
         first = self.request.signal is None
         if self.request.hear(signum):
             raise SystemExit(KILLED + signum)  # the ranks are killed on the way out
@@ -108,7 +108,7 @@ class Forwarder:
             self.tell(self.pids, signum)
 
     def tell(self, pids: Sequence[int], signum: int) -> None:
-        """Signals the ranks; one that has ended needs no word."""
+        """Sends the signal to these processes; those that have ended are skipped."""
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -116,7 +116,7 @@ class Forwarder:
 
 @contextmanager
 def forwarding() -> Iterator[Forwarder]:
-    """Within, this process passes stop requests on to the ranks that are added. The main thread calls it."""
+    """While entered, this process passes stop requests on to the ranks that are added. The main thread calls it."""
     forwarder = Forwarder()
     before = {signum: signal.signal(signum, forwarder.hear) for signum in STOP_SIGNALS}
     try:
@@ -128,15 +128,15 @@ def forwarding() -> Iterator[Forwarder]:
 
 @contextmanager
 def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) -> Iterator[None]:
-    """Within, a request raises SystemExit, since no rank is there that would have to save. The main thread calls it.
+    """While entered, a stop request raises SystemExit: for times when there is no rank that must save first.
 
-    ``code`` is the exit code; None: 128 plus the signal's number, as a shell has it.
+    ``code`` is the exit code; None: 128 plus the signal's number, as shells report it. The main thread calls it.
     """
 
     def end(signum: int, _: Any = None) -> None:
         raise SystemExit(KILLED + signum if code is None else code)
 
-    heard = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]  # as nohup has it
+    heard = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {signum: signal.signal(signum, end) for signum in heard}
     try:
         yield
@@ -147,10 +147,11 @@ def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) ->
 
 @contextmanager
 def undoing() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP (a terminal that closes) raise SystemExit, so that blocks undo what they began.
+    """While entered, SIGTERM and SIGHUP (a closed terminal) raise SystemExit, so that ``finally`` blocks clean up.
 
-    The exit code is what a shell expects. They and Ctrl-C, sent once more within REPEAT_SECONDS, do not interrupt the
-    undoing. Without effect in other threads than the main one, which cannot hear.
+    The exit code is 128 plus the signal's number, as shells expect. These signals and Ctrl-C, sent once more within
+    REPEAT_SECONDS, do not interrupt the cleanup. It has no effect in threads other than the main one, which get no
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -162,7 +163,7 @@ def undoing() -> Iterator[None]:
 
 @contextmanager
 def heard_once(signals: Sequence[int]) -> Iterator[None]:
-    """Within, what comes less than REPEAT_SECONDS after a signal whose handler raised something is the same request."""
+    """While entered, signals within REPEAT_SECONDS after one whose handler raised an exception are ignored."""
     raised_at = -math.inf
 
     def once(handler: Callable[..., Any]) -> Callable[[int, Any], None]:
@@ -190,11 +191,12 @@ def heard_once(signals: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Within, both signals wait, here and in the processes started here, for as long as those do not call ``hearing``.
+    """While entered, STOP_SIGNALS are blocked here, and in processes started here until these call ``hearing``.
 
-    So none is lost while a rank starts, and one that goes to a whole group does not end a fork server and its ranks.
+    So no request is lost while a rank starts, and one that is sent to a whole process group does not end a fork server
+    and its ranks.
     """
-    resource_tracker.ensure_running()  # which, started later within, would let SIGTERM through again
+    resource_tracker.ensure_running()  # if it were started while entered, it would unblock SIGTERM again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

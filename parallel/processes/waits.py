@@ -1,9 +1,9 @@
-"""What this process waits for: the communication it is in, how many it has begun in each group, and the time it took.
+"""Records the communication that this process waits in, the number begun in each group, and the time spent waiting.
 
-torch's own flight recorder knows no point-to-point transfers of gloo's and no states there, so the calls themselves are
-wrapped: every collective, ours, DeepSpeed's and the pipeline's, passes through ``ProcessGroup`` and ``Work.wait``. That
-costs 7 microseconds a collective (2 busy cores, 2026-11-21). On NCCL ``wait`` does not block; there the last
-communication that was begun counts.
+torch's own flight recorder does not record gloo's point-to-point transfers, nor gloo's states, so the calls themselves
+are wrapped: every collective, Roundtable's, DeepSpeed's and the pipeline's, passes through ``ProcessGroup`` and
+``Work.wait``. That costs 7 microseconds a collective (2 busy cores, 2026-11-21). On NCCL ``wait`` does not block; there
+the communication that was begun last is what counts.
 """
 
 import threading
@@ -43,28 +43,28 @@ REMEMBERED = 256  # communications begun and perhaps not yet waited for
 
 @dataclass(frozen=True)
 class Call:
-    """One communication: which, in which group (its name), the how-manieth there, with which rank of the group."""
+    """One communication: its operation, its group's name, its number among the group's collectives, and its peer."""
 
     operation: str
     group: str
     number: int
-    peer: int | None = None  # of send and recv
+    peer: int | None = None  # of send and recv: the other rank's number in the group
 
 
 class Waits:
-    """Records the communications of this process from ``install`` to ``remove``; read from any thread."""
+    """Records the communications of this process from ``install`` to ``remove``. Any thread may read the record."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}  # group's name -> collectives begun there; sends and receives are not counted
         self.begun = 0  # communications of any kind
-        self.seconds = 0.0  # that the main thread was held
-        self.current: dict[int, tuple[Call, float]] = {}  # thread -> what holds it, since when (monotonic)
+        self.seconds = 0.0  # that the main thread has spent in communication
+        self.current: dict[int, tuple[Call, float]] = {}  # thread -> the call it is in, and since when (monotonic)
         self.last: Call | None = None
         self._of_work: OrderedDict[int, Call] = OrderedDict()
         self._originals: list[tuple[type, str, Any]] = []
 
     def install(self) -> None:
-        """Wraps torch's classes in this process."""
+        """Wraps the methods of torch's ``ProcessGroup`` and ``Work`` in this process."""
         for method, name in OPERATIONS.items():
             if method in vars(dist.ProcessGroup):
                 self._wrap(dist.ProcessGroup, method, lambda call, name=name: self._begin(call, name))
@@ -110,13 +110,13 @@ class Waits:
         return wait
 
     def _hold(self, call: Call, inside: Callable[[], Any]) -> Any:
-        """Calls ``inside`` on the record that it holds this thread."""
+        """What ``inside()`` returns; while it runs, ``call`` is recorded as what this thread is in."""
         thread, started = threading.get_ident(), time.monotonic()
         self.current[thread] = (call, started)
         try:
             result = inside()
         except BaseException:
-            self.current[thread] = (call, started)  # it broke: still what the thread was in
+            self.current[thread] = (call, started)  # it failed, and stays recorded as what the thread was in
             raise
         del self.current[thread]
         if thread == threading.main_thread().ident:

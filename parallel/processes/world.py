@@ -1,4 +1,4 @@
-"""Whether this process is already one rank of a job, and which: torchrun's or srun's environment."""
+"""Reads from torchrun's or srun's environment whether this process is already one rank of a job, and which one."""
 
 import os
 import re
@@ -9,15 +9,15 @@ from typing import Any
 
 from parallel.processes.environment import MOST_RANKS, WrongEnvironment, address, check_counts, number, show
 
-PORTS = range(20000, 30000)  # for srun jobs: the port follows from the job's number, below Linux's ephemeral ones
+PORTS = range(20000, 30000)  # of srun jobs: a port follows from the job's number; Linux's ephemeral ports are higher
 LARGEST_PORT = 65535
 
 
 def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The job's processes under torchrun or srun; None in a plain shell (an sbatch script's own included).
+    """The number of the job's processes under torchrun or srun; None in a plain shell, such as an sbatch script's own.
 
-    Raises WrongEnvironment with every variable that is wrong or missing, so that nothing waits for ranks that cannot
-    come.
+    Raises WrongEnvironment with every variable that is wrong or missing, so that nothing waits for ranks that will
+    never start.
     """
     problems = check_counts(environment)
     size = None
@@ -35,12 +35,15 @@ def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> 
 
 
 def in_step(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun started this process (torchrun within a step sets RANK, which counts first)."""
+    """Whether this process is in an srun step. If RANK is set too, torchrun started it there, and RANK counts first."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 
 def _check_ranks(environment: Mapping[str, str], names: tuple[str, str, str], problems: list[str]) -> int | None:
-    """The number of ranks, where that is one; the problems with it, with this rank and its number on its node."""
+    """The number of ranks, or None where its variable is wrong; adds to ``problems`` a line for each wrong variable.
+
+    ``names``: the variables with the number of ranks, this rank, and this rank's number on its node.
+    """
     size_name, *rank_names = names
     size = _collect(problems, number, size_name, environment, least=1, most=MOST_RANKS)
     for name in rank_names:
@@ -50,7 +53,7 @@ def _check_ranks(environment: Mapping[str, str], names: tuple[str, str, str], pr
 
 
 def _collect(problems: list[str], read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What ``read`` returns, or None with its problems added."""
+    """What ``read`` returns; None, with its problems added to ``problems``, where it raises WrongEnvironment."""
     try:
         return read(*arguments, **options)
     except WrongEnvironment as error:
@@ -60,7 +63,8 @@ def _collect(problems: list[str], read: Callable[..., Any], *arguments: Any, **o
 def set_rank_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Under srun, sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Slurm's variables.
 
-    The address is the step's first host, as `scontrol show hostnames` expands it. Does nothing under torchrun.
+    The address is that of the step's first host (from `scontrol show hostnames`), unless MASTER_ADDR is set. Does
+    nothing under torchrun.
     """
     if "RANK" in environment:
         return
@@ -72,7 +76,7 @@ def set_rank_environment(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def _step_address(environment: Mapping[str, str]) -> str:
-    """Where rank 0 of an srun step listens: MASTER_ADDR, or the first of the step's hosts."""
+    """The host on which rank 0 of an srun step listens: MASTER_ADDR, or the first of the step's hosts."""
     if "MASTER_ADDR" in environment:
         return address("MASTER_ADDR", environment)
     nodes = environment.get("SLURM_STEP_NODELIST")
@@ -82,7 +86,7 @@ def _step_address(environment: Mapping[str, str]) -> str:
 
 
 def _step_port(environment: Mapping[str, str]) -> int:
-    """MASTER_PORT, or a port that follows from the numbers of job and step."""
+    """The port on which rank 0 listens: MASTER_PORT, or one that follows from the numbers of job and step."""
     if "MASTER_PORT" in environment:
         return number("MASTER_PORT", environment, least=1, most=LARGEST_PORT)
     job, step = number("SLURM_JOB_ID", environment, least=1), number("SLURM_STEP_ID", environment, default=0)
@@ -90,7 +94,10 @@ def _step_port(environment: Mapping[str, str]) -> int:
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """n[1-3] as n1, n2, n3: what `scontrol show hostnames` prints. Raises WrongEnvironment where it cannot be had."""
+    """The hosts of a Slurm node list, such as n1, n2, n3 for n[1-3], as `scontrol show hostnames` prints them.
+
+    Raises WrongEnvironment where scontrol is needed and is missing or fails.
+    """
     if re.fullmatch(r"[A-Za-z0-9._-]+", node_list):  # one host needs no scontrol
         return [node_list]
     remedy = "put Slurm's commands on PATH (into the container too), or set MASTER_ADDR to the first node's address"
@@ -109,10 +116,10 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def rank_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The node of each rank of an srun job with block distribution; None where that is not known.
+    """The node of each rank, by rank, of an srun job with block distribution; None where that is not known.
 
-    The job scripts give the step's nodes in ROUNDTABLE_NODES, for a container may have no `scontrol`. Unknown under
-    torchrun.
+    Roundtable's job scripts set ROUNDTABLE_NODES to the step's nodes, since a container may have no `scontrol`. Under
+    torchrun the nodes are not known.
     """
     if "SLURM_STEP_TASKS_PER_NODE" not in environment:
         return None
@@ -129,13 +136,16 @@ def rank_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's short form of tasks on each node: 2(x3),1 is 2, 2, 2, 1."""
+    """The number of tasks on each node, from Slurm's short form: 2(x3),1 gives 2, 2, 2, 1."""
     parts = (re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(","))
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
 def array_task(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """This task's place in a Slurm array, from 0, and the number of tasks; None outside an array."""
+    """This task's position in a Slurm job array, from 0, and the number of tasks there; None outside an array.
+
+    Raises WrongEnvironment where Slurm's variables are missing or wrong.
+    """
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return None
     count = number("SLURM_ARRAY_TASK_COUNT", environment, least=1)
