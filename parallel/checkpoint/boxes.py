@@ -1,4 +1,4 @@
-"""Rectangular pieces of tensors: how flat partitions are described, compared and put together."""
+"""Boxes: rectangular pieces of tensors, by which parts of flattened tensors are described and compared."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common elements, or None."""
+        """The box of the common elements; None where there are none."""
         if self == other and all(self.shape):
             return self
         start = tuple(map(max, self.start, other.start))
@@ -34,17 +34,20 @@ class Box:
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def shifted(self, origin: Sequence[int]) -> "Box":
-        """The same box in coordinates whose zero is at ``origin``."""
+        """The same box in coordinates whose zero is at ``origin``, which is subtracted from its start."""
         return Box(tuple(a - o for a, o in zip(self.start, origin, strict=True)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of all elements."""
+    """The box of all elements of a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of the flattened tensor, in order, as the fewest boxes: at most 2 dims - 1 of them."""
+    """Elements [start, stop) of the flattened tensor of this shape, as the fewest boxes, in order.
+
+    There are at most 2 dims - 1 of them.
+    """
     if start >= stop:
         return []
     if len(shape) <= 1:
@@ -71,7 +74,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
 
 
 def span_within(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """The first element of the flattened tensor that lies in ``box``, and the one behind the last."""
+    """The range of the flattened tensor that spans ``box``: its first element's index, and its last one's plus 1."""
     start, stop = 0, 0
     for size, low, count in zip(shape, box.start, box.shape, strict=True):
         start, stop = start * size + low, stop * size + low + count - 1
@@ -79,11 +82,11 @@ def span_within(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """None where the boxes hold every element of the tensor exactly once; else what is wrong, in words.
+    """None if the boxes hold every element of a tensor of this shape exactly once; else what is wrong, in words.
 
-    How often each element is held is known from where that number jumps, which is at the boxes' corners: the boxes
-    cover the tensor exactly where their signed corners add up to the tensor's own. So the cost is linear in the number
-    of boxes, 2^dims corners each, whatever boxes they are.
+    The number of boxes that hold an element changes only at the boxes' corners, so the boxes cover the tensor exactly
+    if their signed corners add up to the tensor's own. The cost is therefore linear in the number of boxes, with 2^dims
+    corners each.
     """
     boxes = list(boxes)
     for box in boxes:
@@ -106,7 +109,7 @@ def coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _signed_corners(box: Box) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The box's first corner and those just behind it, with the sign by which the number of holders jumps there."""
+    """The box's 2^dims corners (first index or one past the last, in each dim), each with its sign, 1 or -1."""
     ends = [(a, a + n) for a, n in zip(box.start, box.shape, strict=True)]
     return zip(product(*ends), _signs(len(ends)), strict=True)
 

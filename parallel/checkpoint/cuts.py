@@ -1,7 +1,7 @@
-"""What each rank owns, and the same said once for all ranks: boxes of tensors cut into ranges, one for each replica.
+"""Describes compactly which ranges of which tensors the ranks own: boxes cut into ranges, one for each replica.
 
-Under ZeRO 3 without pipeline stages a rank of 2,048 owns a range of every tensor of the model. Listed box by box these
-are millions of lines; but the ranges of one box follow one another from rank to rank, and mostly have one size.
+Under ZeRO 3 without pipeline stages each of 2,048 ranks owns a range of every tensor of the model. Listed box by box
+these are millions of lines; but the ranges of one box follow one another from rank to rank, and mostly have one size.
 """
 
 import zlib
@@ -14,13 +14,13 @@ import numpy as np
 from parallel.checkpoint.boxes import Box, boxes_of_range, span_within
 from parallel.checkpoint.schema import MOST_DIMS, Cut, Piece, Run
 
-NAME, KINDS, FIRST, NUMEL = range(4)  # columns of a table of what is owned
+NAME, KINDS, FIRST, NUMEL = range(4)  # columns of a table of what ranks own
 START, SHAPE = slice(4, 4 + MOST_DIMS), slice(4 + MOST_DIMS, 4 + 2 * MOST_DIMS)
 SHARD = 4 + 2 * MOST_DIMS
 
 
 def key_of(kind: str, name: str, start: Sequence[int]) -> str:
-    """The key in its shard of the box of a tensor that begins at ``start``."""
+    """The key, in its shard, of a tensor's box that begins at ``start``."""
     return f"{kind}/{name}/{'.'.join(map(str, start))}"
 
 
@@ -40,7 +40,7 @@ class Owned:
         return [box.shifted(origin) for box in boxes_of_range(self.held.shape, self.first, self.first + self.numel)]
 
     def pieces(self, file: str) -> list[Piece]:
-        """Every box of every kind, as it lies in the file."""
+        """One Piece for every box of every kind, as it is stored in ``file``."""
         boxes = self.boxes()
         return [
             Piece(kind, self.name, box.start, box.shape, file, key_of(kind, self.name, box.start))
@@ -51,14 +51,17 @@ class Owned:
 
 @dataclass(frozen=True)
 class Packed:
-    """What one rank owns, as it is sent: a compressed int64 table whose rows name kinds and tensors by number."""
+    """What one rank owns, in the form in which it is sent to rank 0: a compressed int64 table.
+
+    Its rows name tensors by their number in the model's order, and kinds by their position in ``kinds``.
+    """
 
     kinds: list[tuple[str, ...]]
     table: bytes
 
 
 def pack(owned: Sequence[Owned], names: Iterable[str]) -> Packed:
-    """What a rank owns of the logical tensors ``names``, to be sent to the rank that merges."""
+    """What a rank owns, packed to be sent. ``names``: all logical tensors' names, in the order that numbers them."""
     numbers = {name: number for number, name in enumerate(names)}
     kinds = list(dict.fromkeys(each.kinds for each in owned))
     kind_numbers = {each: number for number, each in enumerate(kinds)}
@@ -76,17 +79,18 @@ def _padded(held: Box) -> tuple[int, ...]:
 
 
 def merge(everyone: Sequence[Packed], shapes: dict[str, list[int]]) -> list[Cut]:
-    """What all ranks own as the fewest cuts; shard n is that of ``everyone[n]``. ``shapes``: as ``pack``'s names.
+    """What all ranks own, as the fewest cuts; shard n is that of ``everyone[n]``.
 
-    Nothing is judged: where the ranges of a box do not follow one another from its first element to its last, each of
-    their boxes is a cut of its own, and the certificate finds what is wrong.
+    ``shapes``: all logical tensors' shapes by name, in the order that ``pack`` was given. Nothing is checked: where the
+    ranges of a box do not follow one another from its first element to its last, each of their boxes becomes a cut of
+    its own, and the certificate finds what is wrong.
     """
     kinds = list(dict.fromkeys(each for packed in everyone for each in packed.kinds))
     tables = [_unpacked(packed, number, kinds) for number, packed in enumerate(everyone)]
     rows = np.concatenate([np.zeros((0, SHARD + 1), dtype=np.int64), *tables])
-    ordered_by = [FIRST, *range(START.stop - 1, START.start - 1, -1), KINDS, NAME]  # the last one counts first
+    ordered_by = [FIRST, *range(START.stop - 1, START.start - 1, -1), KINDS, NAME]  # the last is the primary key
     rows = rows[np.lexsort([rows[:, column] for column in ordered_by])]
-    about = np.delete(rows, [FIRST, NUMEL, SHARD], axis=1)  # the same in all rows of one box
+    about = np.delete(rows, [FIRST, NUMEL, SHARD], axis=1)  # the columns that are the same in all rows of one box
     ends = np.flatnonzero((about[1:] != about[:-1]).any(axis=1)) + 1
     names, cuts = list(shapes), []
     for group in np.split(rows, ends) if len(rows) else []:
@@ -97,7 +101,7 @@ def merge(everyone: Sequence[Packed], shapes: dict[str, list[int]]) -> list[Cut]
 
 
 def _unpacked(packed: Packed, shard: int, kinds: list[tuple[str, ...]]) -> np.ndarray:
-    """One rank's table with the number of its shard as one more column; ``kinds`` are those of all ranks."""
+    """One rank's table, with its shard's number as a further column and kinds numbered by ``kinds``, all ranks' own."""
     table = np.frombuffer(zlib.decompress(packed.table), dtype=np.int64).reshape(-1, SHARD)
     rows = np.insert(table, SHARD, shard, axis=1)
     rows[:, KINDS] = np.array([kinds.index(each) for each in packed.kinds], dtype=np.int64)[table[:, KINDS]]
@@ -105,7 +109,7 @@ def _unpacked(packed: Packed, shard: int, kinds: list[tuple[str, ...]]) -> np.nd
 
 
 def _cuts_of(kinds: tuple[str, ...], name: str, held: Box, rows: np.ndarray) -> list[Cut]:
-    """The ranges of one box, by their first elements: one cut, or where they are no partition of it, one a box."""
+    """The cut of one box, from its ranges ordered by first element; a cut for each box if they do not partition it."""
     ranges: list[tuple[int, int, int]] = [tuple(row) for row in rows[:, [FIRST, NUMEL, SHARD]].tolist()]
     reached = 0
     for first, numel, _ in ranges:
@@ -122,7 +126,7 @@ def _cuts_of(kinds: tuple[str, ...], name: str, held: Box, rows: np.ndarray) -> 
 
 
 def runs_of(ranges: Sequence[tuple[int, int]]) -> list[Run]:
-    """Ranges that follow one another, each with its elements and its shard, as the fewest runs that a scan finds."""
+    """Consecutive ranges, each given as (elements, shard), grouped into runs by one scan."""
     runs: list[Run] = []
     done = 0
     while done < len(ranges):
@@ -138,7 +142,7 @@ def runs_of(ranges: Sequence[tuple[int, int]]) -> list[Run]:
 
 
 def pieces_within(cut: Cut, kind: str, shards: Sequence[str], box: Box) -> Iterator[Piece]:
-    """The boxes of a cut, in one kind, that hold elements of ``box``; no other range is looked at."""
+    """The pieces of a cut, in one kind, that hold elements of ``box``. Only ranges that may hold some are visited."""
     common = cut.box.intersect(box)
     if common is None:
         return
@@ -159,7 +163,7 @@ def every_piece_of(cut: Cut, shards: Sequence[str]) -> Iterator[Piece]:
 
 
 class ShardIndex:
-    """Which ranges of which cuts lie in a shard; of cuts in which ``fault_of`` finds nothing."""
+    """Finds the ranges of cuts that are stored in a shard. The cuts must be valid (``fault_of`` returns None)."""
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
         self.cuts = cuts
@@ -174,7 +178,7 @@ class ShardIndex:
         )
 
     def owned(self, shard: int) -> list[Owned]:
-        """All that lies in the shard of this number, in the order of the cuts."""
+        """All ranges that are stored in the shard of this number, in the order of the cuts."""
         steps, rest = np.divmod(shard - self.shards, self.strides)
         here = np.flatnonzero((steps >= 0) & (steps < self.counts) & (rest == 0))
         firsts = self.firsts[here] + steps[here] * self.numels[here]
@@ -184,7 +188,7 @@ class ShardIndex:
 
 
 def fault_of(cut: Cut, n_shards: int) -> str | None:
-    """What is wrong with a cut's runs; None: its box's elements are there once each, in shards below ``n_shards``."""
+    """What is wrong with a cut's runs, in words; None if they hold each element once, in shards below ``n_shards``."""
     numel, held = sum(count * numel for count, numel, _, _ in cut.runs), prod(cut.shape)
     if numel != held:
         return f"box {cut.start}+{cut.shape} has {held} elements, and its ranges {numel}"
@@ -196,8 +200,8 @@ def fault_of(cut: Cut, n_shards: int) -> str | None:
 
 
 def elements_by_shard(cuts: Iterable[Cut], n_shards: int) -> list[int]:
-    """The elements of all kinds that lie in each shard; of cuts in which ``fault_of`` finds nothing."""
-    found = np.zeros(n_shards, dtype=object)  # whole numbers without a limit: the manifest may come from anybody
+    """The number of elements, of all kinds, in each shard. The cuts must be valid (``fault_of`` returns None)."""
+    found = np.zeros(n_shards, dtype=object)  # integers without a limit: the manifest is not trusted
     for cut in cuts:
         for count, numel, shard, stride in cut.runs:
             here = shard if count == 1 else shard + stride * np.arange(count)

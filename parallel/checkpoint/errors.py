@@ -1,13 +1,13 @@
-"""What can go wrong with a checkpoint. Kept apart from the code that does it, so that naming it imports no torch."""
+"""Exceptions of saving and of checkpoint stores, in a module of their own so that importing them needs no torch."""
 
 
 class IncompleteSave(Exception):
-    """The coverage certificate failed, or a rank could not write: nothing was committed."""
+    """A save was not committed, because the coverage certificate failed or a rank could not write."""
 
 
 class BrokenSave(Exception):
-    """Saving cannot go on: a rank is gone, a process is stale, or our code failed. Raised on all ranks that live."""
+    """Saving cannot go on: a rank is gone, a process is stale, or Roundtable's code failed. All live ranks raise it."""
 
 
 class UnreachableStore(OSError):
-    """A checkpoint's place did not do what it was asked; the message is a line: which object or rank, and why."""
+    """A checkpoint store did not carry out an operation. The message is one line: which object or rank, and why."""

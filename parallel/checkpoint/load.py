@@ -1,4 +1,4 @@
-"""Loading into an engine, whatever layout wrote the checkpoint and whatever layout the engine has."""
+"""Loads a checkpoint into an engine; the layout that wrote it and the engine's own may differ."""
 
 import heapq
 import json
@@ -30,9 +30,11 @@ from parallel.zero.engine import Engine
 
 
 def open_together(folder: Folder, mesh: Mesh) -> Checkpoint:
-    """A checkpoint whose manifest, certificate and files' sizes hold; ``load_state`` checks the hashes as it reads.
+    """The checkpoint in ``folder``, opened by all ranks; its manifest, certificate and files' sizes are checked.
 
-    All ranks call it, and share the looking; all raise DamagedCheckpoint together.
+    All ranks call it. Each reads the manifest and checks the sizes of its share of the files; the hashes are left to
+    ``load_state``. Raises on all ranks: DamagedCheckpoint, or OSError where the manifest was replaced meanwhile or a
+    rank could not read.
     """
     checkpoint = together(mesh, lambda: _checked(folder, mesh))
     assert checkpoint is not None
@@ -53,9 +55,10 @@ def _checked(folder: Folder, mesh: Mesh) -> Checkpoint:
 
 
 def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """This rank's result of ``work``; if that raised DamagedCheckpoint on any rank, all raise it.
+    """This rank's result of ``work()``, once it has succeeded on all ranks. All ranks call it.
 
-    After an OSError on any rank all raise UnreachableStore.
+    If ``work`` raised an OSError on any rank, all raise UnreachableStore; else, if it raised DamagedCheckpoint on any,
+    all raise that. The errors' texts are all-gathered over ``mesh.control``.
     """
     result = damage = failure = None
     try:
@@ -79,8 +82,9 @@ def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
 def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
     """Fills the engine's masters, optimizer states, buffers, step and loss scale. All ranks call it.
 
-    A state that the checkpoint lacks (momentum switched on since) starts at zero. Raises DamagedCheckpoint on all
-    ranks where a file does not match its hash; the engine's state is then undefined, and must be loaded again.
+    Each rank reads only the boxes that it holds. A state that the checkpoint lacks (such as momentum that was switched
+    on since) starts at zero. Raises DamagedCheckpoint on all ranks where a file does not match its hash; the engine's
+    state is then undefined, and must be loaded again.
     """
     together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
     kept = [(kind, each.name) for each in engine.fragments for kind in engine.rule.states_of(each.weight)]
@@ -94,9 +98,9 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Fills the engine's masters and buffers, as before a first step: the optimizer's states are zero.
+    """Fills the engine's masters and buffers, and sets the optimizer's states and step to zero. All ranks call it.
 
-    All ranks call it. Raises DamagedCheckpoint as ``load_state`` does.
+    Raises DamagedCheckpoint on all ranks where a file does not match its hash; the engine's state is then undefined.
     """
     together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
     engine.reset_states(0)
@@ -105,7 +109,7 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def _read_together(engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None = None) -> None:
-    """Reads ``kinds`` (None: all) and the model's buffers into the engine, the hashes checked. All ranks call it."""
+    """Reads ``kinds`` (None: all) and the model's buffers into the engine, and checks hashes. All ranks call it."""
     targets, buffers = _targets(engine, checkpoint, kinds)
     wanted = checkpoint.wanted(targets)
     hashed = [] if checkpoint.is_verified else _share_hashing(checkpoint, wanted, engine.mesh)
@@ -132,7 +136,10 @@ def _fill(checkpoint: Checkpoint, wanted: Wanted, hashed: Sequence[str]) -> None
 def _targets(
     engine: Engine, checkpoint: Checkpoint, kinds: Collection[str] | None
 ) -> tuple[Targets, dict[str, Tensor]]:
-    """Everything that this rank needs: views of the engine's own tensors, and new tensors for the model's buffers."""
+    """The targets of all that this rank reads: views of the engine's tensors, and new tensors for the model's buffers.
+
+    The latter are returned by name too.
+    """
     targets: dict[tuple[str, str], list[Target]] = {}
     for fragment in engine.fragments:
         boxes = fragment.boxes()
@@ -150,7 +157,10 @@ def _targets(
 
 
 def _share_hashing(checkpoint: Checkpoint, wanted: Wanted, mesh: Mesh) -> list[str]:
-    """The files that this rank is to hash: each goes to the rank that reads most of it. All ranks call it."""
+    """The files that this rank must hash; each file goes to the rank that reads most of it. All ranks call it.
+
+    The numbers of bytes that each rank reads of each file are all-gathered over ``mesh.control``.
+    """
     mine = {file: sum(_bytes_of(*each) for each in pairs) for file, pairs in wanted.items()}
     everyone: list[dict[str, int]] = [{} for _ in range(mesh.world_size)]
     dist.all_gather_object(everyone, mine, group=mesh.control)
@@ -159,10 +169,11 @@ def _share_hashing(checkpoint: Checkpoint, wanted: Wanted, mesh: Mesh) -> list[s
 
 
 def deal_hashing(sizes: Mapping[str, int], read: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The rank that is to hash each file, by the file's bytes and by how many of them each rank reads.
+    """The rank that must hash each file, by file.
 
-    It is the one that reads most of it, among equals the one that has least to hash so far, the largest files first. A
-    file that nobody reads goes to whoever has least to hash.
+    ``sizes``: each file's bytes. ``read``: by rank, how many bytes it reads of each file. Files are assigned from the
+    largest on: each to the rank that reads most of it, among equals to the one with the fewest bytes to hash so far. A
+    file that no rank reads goes to the rank with the fewest bytes to hash.
     """
     most: dict[str, int] = {}
     readers: dict[str, list[int]] = {}  # the ranks that read most of the file
@@ -174,7 +185,7 @@ def deal_hashing(sizes: Mapping[str, int], read: Sequence[Mapping[str, int]]) ->
                 readers[file].append(rank)
     loads, idle, found = [0] * len(read), [(0, rank) for rank in range(len(read))], {}
     for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
-        while idle[0][0] != loads[idle[0][1]]:  # it got a file that it reads: its place in the heap is an earlier one
+        while idle[0][0] != loads[idle[0][1]]:  # the rank got another file since: its entry in the heap is out of date
             heapq.heapreplace(idle, (loads[idle[0][1]], idle[0][1]))
         those = readers.get(file, [idle[0][1]])
         found[file] = rank = min(those, key=lambda rank: (loads[rank], rank))

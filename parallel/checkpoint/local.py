@@ -1,4 +1,4 @@
-"""Checkpoints on a file system: the commit is a rename, and large writes go past the page cache."""
+"""Checkpoints on a file system: a rename commits, and large writes bypass the page cache (O_DIRECT)."""
 
 import errno
 import fcntl
@@ -15,17 +15,17 @@ import numpy as np
 from parallel.checkpoint.regular import look, open_regular
 from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order, try_each
 
-BLOCK_BYTES = 4096  # what is written past the page cache begins and ends at multiples of this, in memory and on disk
+BLOCK_BYTES = 4096  # writes that bypass the page cache begin and end at multiples of this, in memory and on disk
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
 NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
 
 
 class LocalOutput:
-    """A file on a file system; synced when it is left.
+    """A file being written; a context manager that syncs the file to disk when it is left.
 
-    Large aligned chunks go past the page cache (O_DIRECT) where the file system can: that takes next to no time of the
-    processor, and leaves the cache to the token files.
+    Large aligned chunks bypass the page cache (O_DIRECT) where the file system supports it: that takes hardly any CPU
+    time, and leaves the cache to the token files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,20 +45,20 @@ class LocalOutput:
             except OSError as error:
                 if not (self.is_direct and error.errno == errno.EINVAL):
                     raise
-                self.can_direct = False  # larger blocks, or a file system that only says so now
+                self.can_direct = False  # the file system needs larger blocks, or reports only now that it cannot
                 continue
             self.written += done
             view = view[done:]
 
     def _whole_blocks(self, view: memoryview) -> int:
-        """How many of the bytes can be written directly; 0 where that is not possible or not worth it."""
+        """How many bytes, from the first on, can bypass the page cache; 0 where that is impossible or not worth it."""
         if not self.can_direct or len(view) < SMALLEST_DIRECT or self.written % BLOCK_BYTES:
             return 0
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         return 0 if address % BLOCK_BYTES else len(view) // BLOCK_BYTES * BLOCK_BYTES
 
     def _switch(self, direct: bool) -> None:
-        """Writes directly from now on, or through the page cache."""
+        """Makes later writes bypass the page cache (``direct``), or go through it."""
         if direct == self.is_direct:
             return
         flags = fcntl.fcntl(self.handle, fcntl.F_GETFL)
@@ -83,15 +83,15 @@ class LocalOutput:
 
 
 class LocalInput(io.FileIO):
-    """A file on a file system, read without a buffer of Python's; the disk reads ahead while what came is used."""
+    """A file being read without Python's buffering; the kernel is asked to read ahead while the data are used."""
 
-    asked_until = 0  # the disk was asked for the bytes before this one
+    asked_until = 0  # the kernel was asked to read ahead up to this byte
 
     def __init__(self, folder: Path, file: str) -> None:
         super().__init__(open_regular(folder, file))
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """Fills the buffer as far as one read goes."""
+        """Reads into the buffer, which one read may fill only in part; returns the number of bytes, 0 at the end."""
         got = super().readinto(buffer)
         if hasattr(os, "posix_fadvise"):  # not on macOS
             position = self.tell()
@@ -102,7 +102,7 @@ class LocalInput(io.FileIO):
 
 
 class LocalFolder:
-    """A checkpoint's folder as a directory of a file system."""
+    """One checkpoint's files, in a directory of a file system."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -117,7 +117,7 @@ class LocalFolder:
         return str(self.directory / file)
 
     def size(self, file: str) -> int | None:
-        """The file's bytes; None where it is missing."""
+        """The file's size in bytes; None where it is missing. Raises UnfitFile where it is no regular file."""
         try:
             return look(self.directory, file).st_size
         except FileNotFoundError:
@@ -134,11 +134,11 @@ class LocalFolder:
             return at_most(content.read(most + 1), most)
 
     def open(self, file: str) -> Input:
-        """The file, opened for reading without a buffer of Python's."""
+        """The file, opened for reading without Python's buffering."""
         return LocalInput(self.directory, file)
 
     def create(self, file: str) -> Output:
-        """A new file, opened for writing."""
+        """A new file, opened for writing; folders in its name are made."""
         path = self.directory / file
         if "/" in file:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,10 @@ class LocalFolder:
 
 
 class LocalStore:
-    """Checkpoints as directories of a directory. Hidden names ending in .partial are attempts and removals."""
+    """A store that holds each checkpoint as a directory below ``root``.
+
+    Hidden names ending in .partial are attempts and removals that have not ended.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -165,14 +168,14 @@ class LocalStore:
         return LocalFolder(self.root / name)
 
     def names(self) -> list[str]:
-        """Directories named as checkpoints are; none where no folder can be looked into.
+        """The names of the checkpoints, in the order of their steps; empty where the directory cannot be read.
 
-        One look: between two, the newest may be committed and another go.
+        The directory is listed once, since between two listings one checkpoint may appear and another be deleted.
         """
         try:
             with os.scandir(self.root) as entries:
                 return in_order([entry.name for entry in entries if entry.is_dir()])
-        except ValueError:  # a path that cannot be
+        except ValueError:  # an impossible path
             return []
         except OSError as error:
             if error.errno not in NO_FOLDER:
@@ -180,14 +183,17 @@ class LocalStore:
             return []
 
     def owner(self) -> bytes | None:
-        """The content of a hidden file beside the checkpoints."""
+        """The owner's record, a hidden file beside the checkpoints; None where there is none."""
         try:
             return LocalFolder(self.root).read_bytes(OWNER, MOST_OWNER)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def own(self, content: bytes, *, instead: bool) -> bool:
-        """A rename, or a link to a file that is whole, which fails where there is one already."""
+        """Writes the owner's record atomically; without ``instead``, only if there is none. Returns whether it did.
+
+        With ``instead`` the complete file is renamed; else a hard link is made to it, which fails if there is one.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = f"{OWNER}.{uuid.uuid4().hex}.partial"
         path = self.root / temporary
@@ -202,18 +208,18 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def begin(self, name: str, attempt: str) -> tuple[LocalFolder, str]:
-        """A hidden directory beside the checkpoints."""
+        """The attempt's folder, a hidden directory beside the checkpoints, which is made; its files have no prefix."""
         partial = self._partial(name, attempt)
         partial.mkdir(parents=True, exist_ok=True)
         return LocalFolder(partial), ""
 
     def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """The manifest, then a rename, each synced."""
+        """Writes the manifest and renames the attempt's directory to the checkpoint's name; both are synced."""
         partial, final = self._partial(name, attempt), self.root / name
         with LocalFolder(partial).create(MANIFEST) as out:
             out.write(manifest)
         sync_tree(partial)
-        if final.exists():  # the same step, saved again: the old one makes room only now
+        if final.exists():  # the same step is saved again: the old checkpoint is moved away only now
             final.rename(self._partial(name, f"before-{attempt}"))
         partial.rename(final)
         sync_directory(self.root)
@@ -224,7 +230,7 @@ class LocalStore:
             delete(self._partial(name, attempt))
 
     def set_aside(self, name: str) -> str:
-        """Renames it to NAME.damaged, or NAME.damaged-2 and so on."""
+        """Renames the checkpoint to NAME.damaged, or NAME.damaged-2 and so on; returns the new path."""
         target = self.root / f"{name}.damaged"
         number = 1
         while target.exists():
@@ -235,7 +241,7 @@ class LocalStore:
         return str(target)
 
     def remove(self, name: str) -> None:
-        """Hides the directory, then deletes it; of a link to one, the link."""
+        """Deletes a checkpoint: its directory gets a hidden name first. Of a link to a directory, deletes the link."""
         hidden = self._partial(name, "removed")
         if os.path.lexists(hidden):
             delete(hidden)
@@ -243,15 +249,15 @@ class LocalStore:
         delete(hidden)
 
     def set_aside_ones(self) -> list[Folder]:
-        """Directories named NAME.damaged."""
+        """The checkpoints that were set aside: directories named NAME.damaged and so on."""
         return [LocalFolder(path) for path in sorted(self.root.glob("step-*.damaged*"))]
 
     def leftovers(self) -> list[Folder]:
-        """Hidden directories: attempts and removals that did not come to an end."""
+        """The hidden directories, of attempts and removals that have not ended."""
         return [LocalFolder(path) for path in sorted(self.root.glob(".step-*.partial"))]
 
     def sweep(self) -> list[str]:
-        """Deletes hidden directories, and links to directories."""
+        """Deletes the leftovers (of links, the links); returns their names."""
         partial = self.leftovers()
         try_each(lambda folder: delete(Path(folder.location)), partial)
         return [each.name for each in partial]
@@ -261,7 +267,10 @@ class LocalStore:
 
 
 def _linked(path: Path, target: Path) -> bool:
-    """Gives a file its further name ``target``; False where that is taken. Without links, a look and a rename."""
+    """Gives the file at ``path`` the further name ``target`` by a hard link; returns False where that name is taken.
+
+    On a file system without hard links it looks whether the name is free, and renames the file.
+    """
     try:
         os.link(path, target)
     except FileExistsError:
@@ -276,7 +285,7 @@ def _linked(path: Path, target: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Deletes a directory with all that is in it, or a link to one. An OSError begins with the path."""
+    """Deletes a directory with all that is in it, or a link to a directory. An OSError begins with the path."""
     try:
         if path.is_symlink():
             path.unlink()
@@ -287,13 +296,13 @@ def delete(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Makes the names of all files below durable; their content is."""
+    """Syncs a directory and all directories below it, so that their files' names are durable; files must be synced."""
     for path in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
         sync_directory(path)
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes renames within the directory durable."""
+    """Syncs a directory, so that names and renames in it are durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about itself. Without a valid manifest a directory is not a checkpoint."""
+"""The manifest of a checkpoint: writing, reading and certifying it. Without a valid one a folder is no checkpoint."""
 
 import json
 import unicodedata
@@ -22,12 +22,12 @@ from parallel.checkpoint.store import MANIFEST, Folder, step_of
 
 ELEMENT_BYTES = 4  # every tensor is fp32
 WEIGHT = "weight"  # the kind of a parameter's values
-BUFFER = "buffer"  # the kind of what is not a parameter: router biases
+BUFFER = "buffer"  # the kind of tensors that are no parameters: router biases
 HASH_CHUNK = 1 << 20
 MOST_RANGES = 1 << 25  # of all cuts: ZeRO 3 on 16,384 ranks has 16 million of DeepSeek-V3's 671B
-MOST_PROBLEMS = 20  # lines that a certificate's failure is told in
+MOST_PROBLEMS = 20  # lines that report a certificate's failure
 
-Location = Folder | Path | str  # of one checkpoint: opened already, a directory, or a URL
+Location = Folder | Path | str  # of one checkpoint: its opened folder, a directory, or a URL
 
 
 class DamagedCheckpoint(Exception):
@@ -36,7 +36,7 @@ class DamagedCheckpoint(Exception):
 
 @dataclass
 class Manifest:
-    """The whole content: scalars, logical tensors, where their elements lie, and each file's size and hash."""
+    """The content of a manifest: scalars, logical tensors, where their elements are, and each file's size and hash."""
 
     step: int
     scalars: dict[str, Any]  # data position, optimizer's step, loss scaler
@@ -48,17 +48,18 @@ class Manifest:
     cuts: list[Cut] = field(default_factory=list)
 
     def every_piece(self) -> Iterator[Piece]:
-        """All boxes in all files, those of the cuts one by one: at true sizes, millions."""
+        """All pieces in all files, with those of the cuts one by one: millions for a large model."""
         yield from self.pieces
         for cut in self.cuts:
             yield from every_piece_of(cut, self.shards)
 
 
 def certify(manifest: Manifest) -> list[str]:
-    """What is wrong with what saving, loading and verifying all rely on, at most MOST_PROBLEMS lines; empty: it holds.
+    """The coverage certificate: a message for each fault of the manifest, at most MOST_PROBLEMS; empty if it holds.
 
-    Every element of every logical tensor, in every kind, is written exactly once; and every piece lies in a file that
-    is listed with its hash, which is large enough for its pieces, under a key that no other piece has.
+    It holds if every element of every logical tensor, in every kind, is stored exactly once, and if every piece is in a
+    file that is listed with its hash and is large enough for its pieces, under a key that no other piece has. Saving,
+    loading and verifying all rely on it.
     """
     return list(islice(_faults(manifest), MOST_PROBLEMS))
 
@@ -70,7 +71,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     for cut in manifest.cuts:
         for kind in cut.kinds:
             boxes.setdefault((kind, cut.name), []).append(cut.box)
-    known: dict[tuple[str, tuple[Box, ...]], str | None] = {}  # moments are mostly cut as their weight
+    known: dict[tuple[str, tuple[Box, ...]], str | None] = {}  # moments mostly have the same boxes as their weight
     for kind, names in manifest.kinds.items():
         for name in names:
             if name not in manifest.tensors:
@@ -88,7 +89,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _cut_faults(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the cuts besides their boxes."""
+    """Messages for faults of the cuts' runs and shards; their boxes are checked elsewhere."""
     for cut in manifest.cuts:
         fault = fault_of(cut, len(manifest.shards))
         if fault is not None:
@@ -106,7 +107,7 @@ def _file_faults(manifest: Manifest) -> Iterator[str]:
     faults = list(_cut_faults(manifest))
     yield from faults
     if faults:
-        return  # else what follows would look for ranges in shards that there are not
+        return  # the code below would look for ranges in shards that do not exist
     elements = elements_by_shard(manifest.cuts, len(manifest.shards))
     needed = Counter(dict(zip(manifest.shards, (ELEMENT_BYTES * each for each in elements), strict=True)))
     keys: set[tuple[str, str]] = set()
@@ -136,7 +137,7 @@ def _folders(file: str) -> Iterator[str]:
 
 
 def differences(manifest: Manifest, model: Mapping[str, Sequence[int]]) -> list[str]:
-    """Where the checkpoint's tensors are not those of ``model`` (name -> shape), one line each."""
+    """A message for each tensor that the checkpoint and ``model`` (name -> shape) do not have in the same shape."""
     lines = []
     for name in [*model, *(name for name in manifest.tensors if name not in model)]:
         here, there = manifest.tensors.get(name), list(model[name]) if name in model else None
@@ -150,7 +151,7 @@ def _show(shape: list[int] | None) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of manifest.json, its own hash within. Nothing is checked: ``write.certified`` does."""
+    """The content of manifest.json, with its own hash in it. Nothing is checked here; ``write.certified`` does that."""
     pieces, cuts = [vars(piece) for piece in manifest.pieces], [vars(cut) for cut in manifest.cuts]
     return seal({"format": FORMAT, **vars(manifest), "pieces": pieces, "cuts": cuts})
 
@@ -165,9 +166,9 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def read_manifest(location: Location) -> Manifest:
-    """The manifest of a checkpoint: sealed, well-formed and certified.
+    """The manifest of a checkpoint, after checking its hash, its schema, its folder's name and its certificate.
 
-    Raises DamagedCheckpoint where it is missing, torn, changed, foreign or moved, or where the certificate fails.
+    Raises DamagedCheckpoint where it is missing or one of these checks fails.
     """
     folder = open_folder(location)
     path = folder.path(MANIFEST)
@@ -191,7 +192,7 @@ def read_manifest(location: Location) -> Manifest:
 
 
 def is_there(folder: Folder) -> bool:
-    """Whether something lies under the manifest's name, fit to be read or not."""
+    """Whether there is anything under the manifest's name, even if it is no regular file."""
     try:
         return folder.size(MANIFEST) is not None
     except UnfitFile:
@@ -199,7 +200,7 @@ def is_there(folder: Folder) -> bool:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """What the bytes of manifest.json say. Raises Malformed where they are not sealed, or break the schema."""
+    """The manifest, parsed from the bytes of manifest.json. Raises Malformed where its hash or the schema is broken."""
     body = content[:-SEAL_BYTES] + b"}"
     if seal_of(body) != content[-SEAL_BYTES:]:
         raise Malformed("does not match its own hash")
@@ -220,13 +221,13 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """The body as JSON, with the hash of exactly these bytes as its last entry: no change of any byte goes unseen."""
+    """The body as JSON, with a hash of these bytes as its last entry, so that any changed byte is detected."""
     content = json.dumps(body, separators=(",", ":")).encode()
     return content[:-1] + seal_of(content)
 
 
 def seal_of(content: bytes) -> bytes:
-    """What ends a manifest whose JSON without it is ``content``."""
+    """The end of a manifest, with the hash, from its JSON without that entry (``content``)."""
     return b',"xxh3_128":"' + xxhash.xxh3_128(content).hexdigest().encode() + b'"}'
 
 
@@ -234,7 +235,10 @@ SEAL_BYTES = len(seal_of(b""))
 
 
 def whole_manifest(folder: Folder) -> Manifest:
-    """The manifest; raises DamagedCheckpoint where it, its certificate or a file's size is wrong. Reads no tensor."""
+    """The manifest of a folder. Raises DamagedCheckpoint where it, its certificate or a file's size is wrong.
+
+    It reads no tensor.
+    """
     manifest = read_manifest(folder)
     problems = check_sizes(manifest, folder, sorted(manifest.files))
     if problems:
@@ -243,7 +247,7 @@ def whole_manifest(folder: Folder) -> Manifest:
 
 
 def check_sizes(manifest: Manifest, location: Location, files: Iterable[str]) -> list[str]:
-    """Which of these files are missing, no files of their own, or of another size, one line each."""
+    """A message for each of these files that is missing, is no regular file, or has another size."""
     folder, problems = open_folder(location), []
     for file in files:
         expected = manifest.files[file]["bytes"]
@@ -262,21 +266,21 @@ def check_sizes(manifest: Manifest, location: Location, files: Iterable[str]) ->
 def check_files(
     manifest: Manifest, location: Location, files: Iterable[str], on_bytes: Callable[[int], None] | None = None
 ) -> list[str]:
-    """What is wrong with these files' sizes and hashes, one line each naming the file."""
+    """A message for each of these files whose size or hash is wrong. ``on_bytes``: called with each read's bytes."""
     folder, problems = open_folder(location), []
     for file in files:
         wrong = check_sizes(manifest, folder, [file])
         try:
             if not wrong and hash_in(folder, file, on_bytes) != manifest.files[file]["xxh3_128"]:
                 wrong = [hash_problem(folder, file)]
-        except FileNotFoundError:  # deleted since its size was looked at
+        except FileNotFoundError:  # deleted since its size was checked
             wrong = [f"{folder.path(file)} is missing"]
         problems += wrong
     return problems
 
 
 def hash_problem(folder: Folder, file: str) -> str:
-    """The line for a file whose bytes changed."""
+    """The message for a file that does not match its hash."""
     return f"{folder.path(file)} does not match its hash in the manifest"
 
 
@@ -286,7 +290,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_in(folder: Folder, file: str, on_bytes: Callable[[int], None] | None = None) -> str:
-    """xxh3_128 of the bytes of a file in a folder, in hexadecimal. ``on_bytes`` is told how many more are done."""
+    """xxh3_128 of the bytes of a file in a folder, in hexadecimal. ``on_bytes`` is called with each read's bytes."""
     digest, view = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
     with folder.open(file) as content:
         while got := content.readinto(view):

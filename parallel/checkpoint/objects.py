@@ -1,10 +1,10 @@
-"""Checkpoints on an object store, or wherever else fsspec reaches: no renames there, so the manifest's put commits.
+"""Checkpoints on an object store, or any other place of fsspec's. It has no renames, so writing the manifest commits.
 
     PREFIX/step-00000100/manifest.json                  the commit; without it there is no checkpoint
     PREFIX/step-00000100/ATTEMPT/shard-00000.safetensors   written before; no two attempts write to one name
 
-A process whose run was started again may write objects, but under its own attempt's names: no manifest refers to them,
-and the next sweep removes them.
+A stale process, whose run has been started again, may still write objects, but under its own attempt's names: no
+manifest refers to them, and the next sweep removes them.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
 VERSION_KEYS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
-PATTERN_SIGNS = frozenset("*?[")  # fsspec's rm and copy take a path with one for a pattern, and find other objects
-PART_BYTES = 16 << 20  # of one part of an upload, and of one read: what is held in memory besides the state
+PATTERN_SIGNS = frozenset("*?[")  # fsspec's rm and copy treat a path with one as a pattern that matches other objects
+PART_BYTES = 16 << 20  # of one part of an upload, and of one read: held in memory besides the state
 
 
 @contextlib.contextmanager
 def as_store_errors(place: str) -> Iterator[None]:
-    """Turns what an fsspec file system or its own library raises into UnreachableStore, which names the place.
+    """While entered, turns errors of an fsspec file system or its library into UnreachableStore with ``place`` named.
 
-    That something is not there, or is no file, stays what it is.
+    FileNotFoundError stays one, with the place named, and UnfitFile is unchanged.
     """
     try:
         yield
@@ -36,7 +36,7 @@ def as_store_errors(place: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{place}: {_reason(error)}") from error
-    except Exception as error:  # each library has its own hierarchy; all of them mean that the store did not do it
+    except Exception as error:  # each library has its own exceptions; all of them mean that the operation failed
         raise UnreachableStore(f"{place}: {_reason(error)}") from error
 
 
@@ -67,23 +67,23 @@ class ObjectOutput:
             with as_store_errors(self.path):
                 self.file.close()
             return
-        with contextlib.suppress(Exception):  # what was uploaded is swept later; the first error is what counts
+        with contextlib.suppress(Exception):  # the next sweep removes the upload; the first error is the one to raise
             self.file.discard()
         self.file.closed = True  # else its finalizer would complete the upload
 
 
 class ObjectInput:
-    """An object being read, in parts."""
+    """An object being read in parts; a context manager."""
 
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
 
     def seek(self, offset: int, /) -> int:
-        """The next read begins at this byte."""
+        """Moves to byte ``offset``, where the next read begins."""
         return self.file.seek(offset)
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills the buffer as far as one read goes."""
+        """Reads into the buffer, which one read may fill only in part; returns the number of bytes, 0 at the end."""
         with as_store_errors(self.path):
             return self.file.readinto(buffer)
 
@@ -97,7 +97,7 @@ class ObjectInput:
 
 
 class ObjectFolder:
-    """The objects below a prefix."""
+    """One checkpoint's objects: those below a prefix."""
 
     def __init__(self, fs: Any, root: str, location: str) -> None:
         self.fs = fs
@@ -107,7 +107,7 @@ class ObjectFolder:
 
     @classmethod
     def at(cls, url: str) -> "ObjectFolder":
-        """The prefix that a URL names. Raises ValueError or ImportError where fsspec cannot open such URLs."""
+        """The folder at a URL. Raises ValueError or ImportError where fsspec cannot open such URLs."""
         fs, root = fsspec.core.url_to_fs(url)
         return cls(fs, root, url)
 
@@ -115,7 +115,7 @@ class ObjectFolder:
         return self.location
 
     def below(self, name: str) -> "ObjectFolder":
-        """The prefix of a longer name."""
+        """The folder ``name`` within this one."""
         return ObjectFolder(self.fs, f"{self.root}/{name}", f"{self.location}/{name}")
 
     def path(self, file: str) -> str:
@@ -123,21 +123,21 @@ class ObjectFolder:
         return f"{self.location}/{file}"
 
     def size(self, file: str) -> int | None:
-        """The object's bytes; None where it is missing."""
+        """The object's size in bytes; None where it is missing. Raises UnfitFile where it is no file."""
         try:
             return int(self._look(file)["size"])
         except FileNotFoundError:
             return None
 
     def stamp(self, file: str) -> tuple[Any, ...]:
-        """What stores say of an object's version, as far as this one says it."""
+        """A value that changes when the object is replaced, from what this store reports of an object's version."""
         found = self._look(file)
         return tuple(found.get(key) for key in VERSION_KEYS)
 
     def _look(self, file: str) -> dict[str, Any]:
-        """What the store says of an object now; raises FileNotFoundError, or UnfitFile where it is none."""
+        """The store's present information on an object. Raises FileNotFoundError, or UnfitFile where it is no file."""
         with as_store_errors(self.path(file)):
-            self.fs.invalidate_cache()  # asks the store, not the memory of an earlier listing
+            self.fs.invalidate_cache()  # so that the store is asked, not the cache of an earlier listing
             found = self.fs.info(f"{self.root}/{file}")
         if found["type"] != "file" or found.get("islink"):
             raise UnfitFile("is a symbolic link, not a file" if found.get("islink") else "is no file")
@@ -151,7 +151,7 @@ class ObjectFolder:
             return at_most(self.fs.cat_file(f"{self.root}/{file}"), most)
 
     def open(self, file: str) -> Input:
-        """The object, opened for reading in pieces, parts of which are fetched ahead."""
+        """The object, opened for reading in pieces; parts are fetched ahead."""
         self._look(file)
         options = {"block_size": PART_BYTES, "cache_type": "readahead"}
         with as_store_errors(self.path(file)):
@@ -159,7 +159,7 @@ class ObjectFolder:
             return ObjectInput(self.fs.open(f"{self.root}/{file}", "rb", **options), self.path(file))
 
     def create(self, file: str) -> Output:
-        """For writing in pieces; a part is uploaded whenever there is one."""
+        """A new object, opened for writing in pieces; a part is uploaded as soon as it is full."""
         with as_store_errors(self.path(file)):
             return ObjectOutput(self.fs.open(f"{self.root}/{file}", "wb", block_size=PART_BYTES), self.path(file))
 
@@ -170,7 +170,7 @@ class ObjectFolder:
             return sorted(path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root))
 
     def delete(self, files: list[str]) -> None:
-        """Deletes objects; those that are gone already do not matter. Raises OSError where the store keeps one."""
+        """Deletes objects; ones that are already gone are ignored. Raises OSError where one is still there after it."""
         if not files:
             return
         with as_store_errors(self.location), contextlib.suppress(FileNotFoundError):
@@ -180,19 +180,19 @@ class ObjectFolder:
                 for file in files:
                     with contextlib.suppress(FileNotFoundError):
                         self.fs.rm_file(f"{self.root}/{file}")
-        kept = sorted(set(files).intersection(self.files()))  # s3fs passes over what S3 says of single objects
+        kept = sorted(set(files).intersection(self.files()))  # s3fs ignores what S3 reports of single objects
         if kept:
             raise UnreachableStore(f"{self.path(kept[0])}: the store did not delete it")
 
     def move(self, file: str, target: str) -> None:
-        """Renames an object, which is a copy and a deletion."""
+        """Renames an object, by a copy and a deletion."""
         with as_store_errors(self.path(file)):
             self.fs.cp_file(f"{self.root}/{file}", f"{self.root}/{target}")
             self.fs.rm_file(f"{self.root}/{file}")
 
 
 class ObjectStore:
-    """Checkpoints as prefixes below a prefix."""
+    """A store that holds each checkpoint as a prefix below the prefix that a URL names."""
 
     def __init__(self, url: str) -> None:
         self.root = ObjectFolder.at(url)
@@ -203,18 +203,21 @@ class ObjectStore:
         return self.root.below(name)
 
     def names(self) -> list[str]:
-        """Prefixes with a manifest."""
+        """The names of the checkpoints with a manifest, in the order of their steps."""
         return in_order([name for name, files in self._by_name().items() if MANIFEST in files])
 
     def owner(self) -> bytes | None:
-        """The content of an object below the prefix."""
+        """The owner's record, an object below the store's prefix; None where there is none."""
         try:
             return self.root.read_bytes(OWNER, MOST_OWNER)
         except FileNotFoundError:
             return None
 
     def own(self, content: bytes, *, instead: bool) -> bool:
-        """One put; if nobody else is to have put one, S3 does it for one alone."""
+        """Writes the owner's record by one put; without ``instead``, only if there is none (S3 lets one writer win).
+
+        Returns whether the record there is now ``content``.
+        """
         if not instead and self.root.size(OWNER) is not None:
             return self.owner() == content
         try:
@@ -225,15 +228,18 @@ class ObjectStore:
             found = self.owner()
             if found is None:
                 raise
-            return found == content  # an answer was lost, the put tried again
+            return found == content  # a put may have been tried again after a lost answer
         return True
 
     def begin(self, name: str, attempt: str) -> tuple[ObjectFolder, str]:
-        """The checkpoint's own prefix, and the attempt's name below it."""
+        """The checkpoint's own folder, and the prefix of the attempt's file names in it."""
         return self.folder(name), f"{attempt}/"
 
     def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """One put, which a store does wholly or not at all; a step's first only if nobody else has put one (S3)."""
+        """Writes the manifest by one put, which a store does wholly or not at all.
+
+        A step's first manifest is written only if no other process has written one (S3).
+        """
         folder = self.folder(name)
         mode = "create" if folder.size(MANIFEST) is None else "overwrite"
         try:
@@ -241,7 +247,7 @@ class ObjectStore:
                 folder.fs.pipe_file(f"{folder.root}/{MANIFEST}", manifest, mode=mode)
         except OSError:
             with contextlib.suppress(FileNotFoundError, UnfitFile):
-                if folder.read_bytes(MANIFEST, len(manifest)) == manifest:  # an answer was lost, the put tried again
+                if folder.read_bytes(MANIFEST, len(manifest)) == manifest:  # a put was tried again after a lost answer
                     return
             raise
 
@@ -251,34 +257,34 @@ class ObjectStore:
         folder.delete([file for file in folder.files() if file.startswith(f"{attempt}/")])
 
     def set_aside(self, name: str) -> str:
-        """Renames the manifest; the other objects stay."""
+        """Renames the manifest, so that this is no checkpoint any more; the other objects stay. Returns its new URL."""
         folder = self.folder(name)
         folder.move(MANIFEST, DAMAGED)
         return folder.path(DAMAGED)
 
     def remove(self, name: str) -> None:
-        """The manifest first, then the rest."""
+        """Deletes a checkpoint: first its manifest, then its other objects."""
         folder = self.folder(name)
         folder.delete([MANIFEST])
         folder.delete(folder.files())
 
     def set_aside_ones(self) -> list[Folder]:
-        """Prefixes whose manifest was renamed."""
+        """The checkpoints that were set aside: those with a renamed manifest."""
         return [self.folder(name) for name, files in sorted(self._by_name().items()) if DAMAGED in files]
 
     def leftovers(self) -> list[Folder]:
-        """Prefixes with neither a manifest nor a renamed one."""
+        """The folders with neither a manifest nor a renamed one, of attempts and removals that did not end."""
         found = sorted(self._by_name().items())
         return [self.folder(name) for name, files in found if MANIFEST not in files and DAMAGED not in files]
 
     def sweep(self) -> list[str]:
-        """Deletes the objects of the leftovers."""
+        """Deletes the objects of the leftovers; returns the leftovers' names."""
         leftovers = [folder.name for folder in self.leftovers()]
         try_each(lambda name: self.folder(name).delete(self.folder(name).files()), leftovers)
         return leftovers
 
     def _by_name(self) -> dict[str, set[str]]:
-        """Each checkpoint's files directly below it, by its name; one listing."""
+        """The files of each checkpoint, with paths from its folder, by its name. It takes one listing."""
         names: dict[str, set[str]] = {}
         for file in self.root.files():
             name, _, below = file.partition("/")

@@ -1,4 +1,4 @@
-"""From a path or a URL, as a config or a user gives it, to the place that it names."""
+"""Opens the checkpoint store or folder that a path or URL names."""
 
 from pathlib import Path
 
@@ -10,19 +10,22 @@ LOCAL_SCHEMES = ("file://", "local://")
 
 
 def is_remote(location: str | Path) -> bool:
-    """Whether fsspec is to find it: a URL like s3://bucket/prefix. ``file://`` and ``local://`` are local."""
+    """Whether a location is opened by fsspec: a URL like s3://bucket/prefix. ``file://`` and ``local://`` are local."""
     return "://" in str(location) and not str(location).startswith(LOCAL_SCHEMES)
 
 
 def open_store(location: str | Path) -> Store:
-    """The checkpoints at a path or a URL; it need not exist yet. Raises ValueError or ImportError for a foreign URL."""
+    """The store of checkpoints at a path or a URL, which need not exist yet.
+
+    Raises ValueError or ImportError where fsspec cannot open such a URL.
+    """
     if is_remote(location):
         return ObjectStore(str(location))
     return LocalStore(local_path(location))
 
 
 def open_folder(location: str | Path | Folder) -> Folder:
-    """One checkpoint's folder at a path or a URL; a Folder is given back as it is."""
+    """The folder of one checkpoint at a path or a URL; a Folder is returned as it is."""
     if not isinstance(location, str | Path):
         return location
     if is_remote(location):
@@ -38,11 +41,11 @@ def local_path(location: str | Path) -> Path:
 
 
 def list_checkpoints(checkpoints: Path | str | Store) -> list[Folder]:
-    """The checkpoints at a path or a URL, oldest first. Damaged and partial ones are not among them."""
+    """The folders of all checkpoints at a path or a URL, oldest first, without partial ones and those set aside."""
     store = open_store(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
     return [store.folder(name) for name in store.names()]
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint after update ``step`` lies on a file system."""
+    """The directory of the checkpoint after update ``step``, on a file system."""
     return checkpoints / step_name(step)

@@ -1,4 +1,4 @@
-"""Reading: any box of any logical tensor, whatever layout wrote it. load.py fills an engine so."""
+"""Reads any box of any logical tensor from a checkpoint, whatever layout wrote it. load.py fills an engine by it."""
 
 import shutil
 import tempfile
@@ -30,22 +30,22 @@ from parallel.checkpoint.store import MANIFEST, Folder
 
 LARGEST_SMALL_BYTES = 256 << 20  # of a file of the tokenizer, or the run's config
 
-Targets = Mapping[tuple[str, str], Sequence[Target]]  # (kind, name) -> what is wanted of it
+Targets = Mapping[tuple[str, str], Sequence[Target]]  # (kind, name) -> the boxes to be read of it
 Wanted = dict[str, list[tuple[Piece, Target]]]  # file -> its pieces that hold elements of a target, with the target
 
 
 class Checkpoint:
     """A checkpoint opened for reading: logical tensors by name, whole or in boxes.
 
-    ``is_verified`` says whether the files' hashes were checked already; if not, ``verify`` does it, or ``load_state``
-    on its way. What is read afterwards is of the same files: one that was replaced since is refused.
+    ``is_verified`` says whether the files' hashes have been checked; if not, ``verify`` checks them, or ``load_state``
+    as it reads. Later reads are of the same files: one that has been replaced since is refused.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.is_verified = False
-        self.stamps: dict[str, Any] = {}  # of the files that must not change from now on
+        self.stamps: dict[str, Any] = {}  # by file, of those that must not change from now on
         self.pieces: dict[tuple[str, str], list[Piece]] = {}
         for piece in manifest.pieces:
             self.pieces.setdefault((piece.kind, piece.name), []).append(piece)
@@ -57,19 +57,19 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The update after which it was saved."""
+        """The number of the update after which the checkpoint was saved."""
         return self.manifest.step
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer's folder, if one was saved: a copy that lasts as long as this object."""
+        """A copy of the tokenizer's folder, which lasts as long as this object; None where none was saved."""
         return self.attached("tokenizer")
 
     def attached(self, name: str) -> Path | None:
-        """A small file, or folder of them, that was saved with the tensors; None where there is none.
+        """A copy of a small file, or of a folder of them, that was saved with the tensors; None where there is none.
 
-        It is a copy, which lasts as long as this object, of the bytes whose hashes were compared; so that nobody who
-        reads the folder meets a file that the manifest does not list. Raises DamagedCheckpoint.
+        The copy lasts as long as this object. It has the very bytes whose hashes were compared, and no file that the
+        manifest does not list. Raises DamagedCheckpoint.
         """
         found = [(file, below) for file in self.manifest.files if (below := _below(file, name)) is not None]
         if not found:
@@ -86,13 +86,13 @@ class Checkpoint:
                 try:
                     path.write_bytes(content)
                 except OSError as error:
-                    error.filename = str(path)  # a write to a full disk names none
+                    error.filename = str(path)  # the error of a write to a full disk has no file name
                     raise
             self.copies[name] = copy / name
         return self.copies[name]
 
     def verify(self) -> None:
-        """Compares every file with its hash; raises DamagedCheckpoint, which names them. For one process."""
+        """Compares every file with its hash; raises DamagedCheckpoint naming those that differ. For one process."""
         self.hold(self.manifest.files)
         problems = check_files(self.manifest, self.folder, self.manifest.files)
         if problems:
@@ -100,15 +100,18 @@ class Checkpoint:
         self.is_verified = True
 
     def hold(self, files: Iterable[str]) -> None:
-        """Has later reads refuse these files where they were written to or replaced since. Raises DamagedCheckpoint."""
+        """Makes later reads refuse these files if they are written to or replaced from now on.
+
+        Raises DamagedCheckpoint where one is missing or no file.
+        """
         self.stamps |= {file: _stamp(self.folder, file) for file in files}
 
     def names(self, kind: str = "weight") -> list[str]:
-        """Logical tensors that have this kind."""
+        """The names of the logical tensors that were saved in this kind (a weight, or a state of the optimizer)."""
         return self.manifest.kinds.get(kind, [])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole logical tensor's shape."""
+        """The shape of the whole logical tensor."""
         return tuple(self.manifest.tensors[name])
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
@@ -116,7 +119,7 @@ class Checkpoint:
         return self.read_box(name, whole(self.shape(name)), kind)
 
     def read_box(self, name: str, box: Box, kind: str = "weight") -> Tensor:
-        """The elements of ``box``, fp32 on the CPU, put together from the pieces that hold them."""
+        """The elements of ``box``, fp32 on the CPU, read from all pieces that hold some. Raises DamagedCheckpoint."""
         result = torch.empty(box.shape, dtype=torch.float32)
         problems = self.fill(self.wanted({(kind, name): [Target(box, result)]}))
         if problems:
@@ -144,7 +147,7 @@ class Checkpoint:
             yield from pieces_within(cut, key[0], self.manifest.shards, box)
 
     def fill(self, wanted: Wanted, hashed: Iterable[str] = ()) -> list[str]:
-        """Reads the elements into the targets; what is wrong with the files, one line each.
+        """Reads the elements into the targets; returns a message for each file with a problem.
 
         The files of ``hashed`` are read whole and compared with their hashes.
         """
@@ -168,7 +171,7 @@ class Checkpoint:
 
 
 def _below(file: str, name: str) -> str | None:
-    """What follows ``name`` in the file's path: "" where it ends with it, None where it has no such part."""
+    """The part of the file's path after ``name``: "" where the path ends with it, None where it is no part of it."""
     parts = file.split("/")
     return "/".join(parts[parts.index(name) + 1 :]) if name in parts else None
 
@@ -183,7 +186,7 @@ def _stamp(folder: Folder, file: str) -> Any:
 
 
 def read_small(folder: Folder, manifest: Manifest, file: str) -> bytes:
-    """The bytes of a listed small file, of which the hash was compared; raises DamagedCheckpoint."""
+    """The bytes of a small file that the manifest lists, checked against its hash. Raises DamagedCheckpoint."""
     expected, path = manifest.files[file], folder.path(file)
     if expected["bytes"] > LARGEST_SMALL_BYTES:
         raise DamagedCheckpoint(f"{path} has {expected['bytes']} bytes; {LARGEST_SMALL_BYTES} are the most")
@@ -199,7 +202,10 @@ def read_small(folder: Folder, manifest: Manifest, file: str) -> bytes:
 
 
 def open_checkpoint(location: Location, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint in a directory or at a URL; raises DamagedCheckpoint where it is not whole. For one process."""
+    """The checkpoint in a directory or at a URL, opened for reading by one process.
+
+    Raises DamagedCheckpoint where its manifest is not valid, or, with ``verify``, where a file does not match its hash.
+    """
     folder = open_folder(location)
     checkpoint = Checkpoint(folder, read_manifest(folder))
     if verify:

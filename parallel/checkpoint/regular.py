@@ -1,4 +1,4 @@
-"""Files in a folder that somebody else has laid out: nothing is read there but files, and no link is followed."""
+"""Opens files in a folder whose contents are not trusted: only regular files are read, and no link is followed."""
 
 import os
 import stat
@@ -15,14 +15,14 @@ _KINDS = {
 
 
 class UnfitFile(OSError):
-    """What lies under a name is not to be read; the message continues the file's name: "is a named pipe, ..."."""
+    """Something under a name is no file that may be read. The message continues the file's name: "is a named pipe"."""
 
 
 def look(folder: Path, file: str) -> os.stat_result:
-    """What is known of FOLDER/FILE, a regular file, each part of whose path below ``folder`` is its own.
+    """The stat result of FOLDER/FILE, which must be a regular file, with no symbolic link in its path below ``folder``.
 
-    ``folder`` itself may be a link: it is what the user named. Raises FileNotFoundError, or UnfitFile for what is no
-    file.
+    ``folder`` itself may be a link, since the user named it. Raises FileNotFoundError, or UnfitFile for anything that
+    is no regular file or lies behind a link.
     """
     path = folder
     *above, name = file.split("/")
@@ -35,7 +35,10 @@ def look(folder: Path, file: str) -> os.stat_result:
 
 
 def open_regular(folder: Path, file: str) -> int:
-    """A descriptor for reading FOLDER/FILE; raises as ``look``. A pipe that takes the file's place does not block."""
+    """A descriptor for reading FOLDER/FILE. Raises FileNotFoundError or UnfitFile, under the rules of ``look``.
+
+    A pipe that takes the file's place in the meantime does not block the call.
+    """
     look(folder, file)
     handle = os.open(folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

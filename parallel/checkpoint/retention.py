@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last ones, every m-th step, and the best by held-out loss."""
+"""Deletes old checkpoints, and keeps the last ones, those of every m-th step, and the best by held-out loss."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,10 +21,11 @@ def steps_to_delete(
     keep_best: int = 0,
     last_good: int | None = None,
 ) -> list[int]:
-    """Of the checkpoints at ``steps``, those that no rule keeps, oldest first.
+    """The steps, oldest first, of the checkpoints that no rule keeps.
 
-    Kept are the ``keep_last`` newest, those whose step is a multiple of ``keep_every_steps``, the ``keep_best`` of
-    lowest finite held-out loss (of equal ones the older), and always ``last_good``. ``losses`` may lack steps.
+    Kept are the ``keep_last`` newest, those whose step is a multiple of ``keep_every_steps``, the ``keep_best`` with
+    the lowest finite held-out loss (of equal ones the older), and always ``last_good``. ``losses``: held-out loss by
+    step; steps may be missing there.
     """
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[:keep_last]) | {last_good}
@@ -37,7 +38,7 @@ def steps_to_delete(
 
 @dataclass
 class Retention:
-    """The rules of a run, and what it has read of its checkpoints so far."""
+    """A run's retention rules, and the held-out losses that it has read from its checkpoints so far."""
 
     keep_last: int
     keep_every_steps: int | None = None
@@ -45,10 +46,11 @@ class Retention:
     losses: dict[int, float | None] = field(default_factory=dict)  # step -> held-out loss in its manifest
 
     def apply(self, checkpoints: Path | str | Store) -> list[int]:
-        """Deletes what no rule keeps, and what interrupted saves left; returns the steps deleted. One rank calls it.
+        """Deletes checkpoints that no rule keeps, and leftovers of interrupted saves. One rank calls it.
 
-        Nothing is deleted where no checkpoint is whole; damaged ones that were set aside have other names and stay.
-        What cannot be deleted keeps nothing else from it: then OSError is raised at the end, and names it.
+        Returns the steps of the deleted checkpoints. No checkpoint is deleted where none is whole; damaged ones that
+        were set aside have other names and stay. If something cannot be deleted, the rest is deleted first, and then an
+        OSError is raised that names it.
         """
         store = open_store(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
         deleted: list[int] = []
@@ -61,7 +63,7 @@ class Retention:
         last_good = next((step for step in reversed(folders) if looks_whole(folders[step])), None)
         if last_good is None:
             return []
-        self.losses.pop(max(folders), None)  # saved since, perhaps in place of one that was damaged
+        self.losses.pop(max(folders), None)  # newly saved, perhaps in place of a damaged one of the same step
         known = {step: self.loss_of(step, folder) for step, folder in folders.items()} if self.keep_best else {}
         deleted = steps_to_delete(
             folders,
@@ -75,14 +77,14 @@ class Retention:
         return deleted
 
     def loss_of(self, step: int, folder: Folder) -> float | None:
-        """The held-out loss after the checkpoint's own step; None where none was taken there. Read once."""
+        """The held-out loss after the checkpoint's own step; None where it was not measured there. Read only once."""
         if step not in self.losses:
             self.losses[step] = heldout_loss_of(folder)
         return self.losses[step]
 
 
 def heldout_loss_of(location: Location) -> float | None:
-    """What the manifest says of the held-out loss at its step; None for a damaged one too."""
+    """The held-out loss after the checkpoint's own step; None where it was not measured, or the manifest is damaged."""
     try:
         manifest = read_manifest(location)
     except DamagedCheckpoint:
@@ -91,13 +93,13 @@ def heldout_loss_of(location: Location) -> float | None:
 
 
 def heldout_loss(manifest: Manifest) -> float | None:
-    """The held-out loss after the checkpoint's own step; None where none was taken there."""
+    """The held-out loss after the checkpoint's own step, from its manifest; None where it was not measured there."""
     heldout = manifest.scalars[HELDOUT]
     return float(heldout[1]) if heldout is not None and heldout[0] == manifest.step else None
 
 
 def looks_whole(location: Location) -> bool:
-    """Whether the manifest holds and every file has its size; hashes are not read."""
+    """Whether the manifest is valid and every file has its size; hashes are not checked."""
     try:
         manifest = read_manifest(location)
     except DamagedCheckpoint:

@@ -1,7 +1,8 @@
-"""The safetensors format as a stream: 8 bytes of header length (little endian), a JSON header, the tensors' bytes.
+"""Writes and reads safetensors files as streams: 8 bytes of header length (little endian), a JSON header, the data.
 
-safetensors' own writer wants all tensors in memory at once and its own pass over them; here they come in chunks, hashed
-on the way. Every tensor is fp32, so any chunk boundary that is a multiple of 4 bytes lies between elements.
+safetensors' own writer needs all tensors in memory at once, and makes its own pass over them; here the data come in
+chunks and are hashed on the way. Every tensor is fp32, so any chunk boundary at a multiple of 4 bytes lies between
+elements.
 """
 
 import json
@@ -31,8 +32,8 @@ from parallel.checkpoint.store import Folder, Input, Output
 
 LENGTH_BYTES = 8
 ELEMENT_BYTES = 4
-ELEMENT_BYTES_OF = {"F32": 4, "BF16": 2, "F16": 2}  # of the dtypes that a model of anyone's may have
-CHUNK_BYTES = 1 << 18  # of one read, hash and copy: small enough to stay in the processor's cache, twice
+ELEMENT_BYTES_OF = {"F32": 4, "BF16": 2, "F16": 2}  # of the dtypes that other programs' models may have
+CHUNK_BYTES = 1 << 18  # of one read, hash and copy: small enough that two stay in the processor's cache
 WRITE_BYTES = 4 << 20  # of one hash and write
 
 
@@ -42,16 +43,17 @@ class NotSafetensors(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """Where each tensor lies in a file: its first byte, counted from the file's start, and its shape."""
+    """Each tensor's first byte, counted from the file's start, and its shape, by key."""
 
     offsets: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
 
 
 def encode_header(shapes: Mapping[str, Sequence[int]]) -> bytes:
-    """What precedes the data of these tensors, which follow in this order without gaps.
+    """The bytes before the data of these fp32 tensors, which follow in this order without gaps.
 
-    It is padded to whole blocks, so that the data can be written past the page cache.
+    They are padded to whole blocks, so that writing the data can bypass the page cache. Raises IncompleteSave where the
+    header would be too long to be read.
     """
     entries, end = {}, 0
     for key, shape in shapes.items():
@@ -65,9 +67,10 @@ def encode_header(shapes: Mapping[str, Sequence[int]]) -> bytes:
 
 
 def read_header(file: Input, file_bytes: int) -> Header:
-    """The header of an opened file of so many bytes; raises NotSafetensors.
+    """The header of an opened file of ``file_bytes`` bytes.
 
-    The tensors are fp32, and follow one another without gaps from the header's end to the file's.
+    Raises NotSafetensors unless the tensors are fp32, and follow one another without gaps from the header's end to the
+    file's.
     """
     length, entries = _read_entries(file, file_bytes, parse_header)
     offsets, end = {}, 0
@@ -86,10 +89,10 @@ def read_header(file: Input, file_bytes: int) -> Header:
 
 
 def read_any_header(file: Input, file_bytes: int) -> tuple[int, dict[str, HeaderEntry]]:
-    """The first byte of the data and the tensors of anyone's safetensors file, of any dtypes; raises NotSafetensors.
+    """The first byte of the data, and the header's entries by key, of any safetensors file, with tensors of any dtype.
 
-    The tensors follow one another without gaps from the header's end to the file's. Those of the dtypes in
-    ``ELEMENT_BYTES_OF`` have the bytes that their shapes need.
+    Raises NotSafetensors unless the tensors follow one another without gaps from the header's end to the file's, and
+    those of the dtypes in ``ELEMENT_BYTES_OF`` have the number of bytes that their shapes need.
     """
     length, entries = _read_entries(file, file_bytes, parse_any_header)
     end = 0
@@ -109,7 +112,7 @@ def read_any_header(file: Input, file_bytes: int) -> tuple[int, dict[str, Header
 def _read_entries(
     file: Input, file_bytes: int, parse: Callable[[bytes], dict[str, HeaderEntry]]
 ) -> tuple[int, dict[str, HeaderEntry]]:
-    """The header's length and what ``parse`` makes of it; raises NotSafetensors."""
+    """The header's length in bytes, and its entries as ``parse`` returns them. Raises NotSafetensors."""
     length = int.from_bytes(read_exactly(file, LENGTH_BYTES), "little")
     if length > min(LARGEST_HEADER_BYTES, file_bytes):
         raise NotSafetensors(f"has a header of {length} bytes")
@@ -120,14 +123,14 @@ def _read_entries(
 
 
 def read_exactly(file: Input, n_bytes: int) -> bytes:
-    """The next bytes; raises NotSafetensors where the file ends before."""
+    """The next ``n_bytes`` bytes of the file. Raises NotSafetensors where it ends before."""
     data = bytearray(n_bytes)
     read_into(file, memoryview(data))
     return bytes(data)
 
 
 def read_into(file: Input, view: memoryview) -> None:
-    """Fills the view; raises NotSafetensors where the file ends before."""
+    """Fills the view with the next bytes of the file. Raises NotSafetensors where it ends before."""
     while len(view):
         got = file.readinto(view)
         if not got:
@@ -136,15 +139,15 @@ def read_into(file: Input, view: memoryview) -> None:
 
 
 def write_tensors(folder: Folder, file: str, shapes: Mapping[str, Sequence[int]], chunks: Iterable[memoryview]) -> dict:
-    """Writes and syncs a safetensors file whose data comes in chunks; its size and hash, for the manifest."""
+    """Writes and syncs a safetensors file whose data come in chunks; returns its size and hash, for the manifest."""
     return write_hashed(folder, file, _preceded(encode_header(shapes), chunks))
 
 
 def write_hashed(folder: Folder, file: str, chunks: Iterable[memoryview | bytes]) -> dict[str, int | str]:
-    """Writes and syncs a file, hashing on the way; its size and hash, for the manifest.
+    """Writes and syncs a file from chunks, and hashes it on the way; returns its size and hash, for the manifest.
 
-    One chunk is made and hashed while the one before it is written, so each must stay as it is until the second next
-    one is asked for.
+    While one chunk is made and hashed, the previous one is being written. So each chunk must not change until the
+    second one after it is asked for.
     """
     digest, n_bytes = xxhash.xxh3_128(), 0
     with folder.create(file) as out, _Behind(out) as behind:
@@ -156,21 +159,21 @@ def write_hashed(folder: Folder, file: str, chunks: Iterable[memoryview | bytes]
 
 
 class _Behind:
-    """Writes each chunk in a thread, while the caller makes the next one. A context, which ends when all is written.
+    """Writes each chunk in a thread while the caller makes the next one; a context manager, left when all is written.
 
-    The two share queues alone. A lock, as a future has, stays taken where a signal's handler raises at the wrong
+    The two share only queues. A lock, such as a future's, would stay locked if a signal handler raised at the wrong
     moment, and the thread would wait for it for ever.
     """
 
     def __init__(self, out: Output) -> None:
         self._out = out
         self._chunks: queue.SimpleQueue[memoryview | bytes | None] = queue.SimpleQueue()  # None: no more
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a chunk more
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry: one more chunk may be given
         self._error: BaseException | None = None  # of a chunk that could not be written
         self._thread = threading.Thread(target=self._work, name="checkpoint disk", daemon=True)
 
     def write(self, chunk: memoryview | bytes) -> None:
-        """Begins to write it once the one before is written; raises what went wrong with that one."""
+        """Starts writing a chunk once the previous one is written; raises the error of one that could not be."""
         self._room.get()
         if self._error is not None:
             raise self._error
@@ -193,7 +196,7 @@ class _Behind:
         while (chunk := self._chunks.get()) is not None:
             try:
                 self._out.write(chunk)
-            except BaseException as error:  # for the caller, who raises it
+            except BaseException as error:  # the caller raises it
                 self._error = error
             self._room.put(None)
 
@@ -209,16 +212,17 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def chunks_of(flat: Tensor) -> Iterator[memoryview]:
-    """A flat CPU tensor's bytes, in place, in chunks."""
+    """A flat CPU tensor's bytes, in place, in chunks of WRITE_BYTES."""
     view = bytes_of(flat)
     for start in range(0, len(view), WRITE_BYTES):
         yield view[start : start + WRITE_BYTES]
 
 
 def staged(tensors: Iterable[Tensor], staging: Tensor) -> Iterator[memoryview]:
-    """The tensors' elements one after another, in chunks that stay until the second next one is asked for.
+    """The bytes of the tensors' elements, one tensor after another, in chunks of half of ``staging``.
 
-    They are copies in the two halves of ``staging`` (CPU), in turn.
+    Chunks are copies in the two halves of ``staging`` (a flat CPU tensor) alternately, so each is valid until the
+    second one after it is asked for.
     """
     halves, filled = staging.chunk(2), 0
     for tensor in tensors:

@@ -1,10 +1,10 @@
-"""Saving while training goes on: a thread takes a copy of the state, and writes it.
+"""Saves checkpoints while training goes on: on each rank a thread copies the state and writes it.
 
 Forward and backward passes only read the state, so the copy is taken during those of the next step, whose update waits
 for the copy's end (Mohan et al., CheckFreq, FAST 2021, section 4.1). Each rank's thread writes its shard; then the
-threads meet in a process group of their own, rank 0 checks the certificate and commits, and all ranks learn what came
-of it. A rank that dies breaks the group's connections, one that hangs is given up after a time limit: either way the
-other ranks' threads end.
+threads communicate in a process group of their own, rank 0 checks the certificate and commits, and all ranks get the
+result. A rank that dies breaks the group's connections, and one that hangs is given up after a time limit: in both
+cases the other ranks' threads end.
 """
 
 import mmap
@@ -40,25 +40,25 @@ DEFAULT_TIMEOUT_SECONDS = 1800  # a rank whose shard is this much later than ano
 
 
 class Savable(Protocol):
-    """What is saved besides the engine's tensors."""
+    """The part of the training state that is saved besides the engine's tensors."""
 
     step: int
 
     def scalars(self, engine: Engine) -> dict[str, Any]:
-        """JSON for the manifest, taken when the save begins."""
+        """The scalars for the manifest, as values that JSON can hold, at the time when the save begins."""
         ...
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What came of one save, the same on every rank but for the times."""
+    """The result of one save, the same on every rank except for the times."""
 
     step: int
     location: str
-    error: str | None = None  # why nothing was committed: one line
+    error: str | None = None  # why nothing was committed, in one line; None: it was committed
     warning: str | None = None  # committed, but older checkpoints could not be deleted
-    hold_seconds: float = 0.0  # how long training stood still for it: in ``save``, and before the next update
-    seconds: float = 0.0  # from its begin to the commit
+    hold_seconds: float = 0.0  # how long training waited for it: in ``save``, and before the next update
+    seconds: float = 0.0  # from its beginning to the commit
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class _Job:
     chunks: Iterable[memoryview]
     attempt: str
     started: float
-    copy: Callable[[], None] = lambda: None  # takes the copy that ``chunks`` are of; then the state may change
+    copy: Callable[[], None] = lambda: None  # takes the copy from which ``chunks`` come; then the state may change
 
 
 @dataclass
 class Hooks:
-    """What is called around a commit, by rank 0's writer (a thread, unless saving is synchronous)."""
+    """Functions that rank 0's writer calls around a commit (in a thread, unless saving is synchronous)."""
 
-    before_commit: Callable[[], None] = lambda: None  # makes durable what the checkpoint counts on: metrics.jsonl
+    before_commit: Callable[[], None] = lambda: None  # makes durable what the checkpoint relies on: metrics.jsonl
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # held while a checkpoint is committed or deleted
     after_commit: Callable[[Store], Any] = lambda store: None  # deletes older checkpoints
     while_waiting: Callable[[], None] = lambda: None  # on every rank, each second that training waits for the writer
 
 
 class Saver:
-    """Writes checkpoints of one engine's state. A context manager: leaving it waits for the writer.
+    """Writes checkpoints of one engine's state. It is a context manager; leaving it waits for the writer.
 
-    All ranks make it, and call ``save`` at the same steps. Asynchronous, it holds a copy of what this rank owns (4
-    bytes for each element of each fp32 master and optimizer state: made once, page-locked on CUDA); otherwise the
-    extra memory is the engine's ``sizes.staging_bytes``.
+    All ranks make one, and call ``save`` at the same steps. If it is asynchronous, it holds host memory for a copy of
+    what this rank owns (4 bytes for each element of each fp32 master and optimizer state; allocated once, page-locked
+    on CUDA); otherwise the extra memory is the engine's ``sizes.staging_bytes``.
     """
 
     def __init__(
@@ -103,7 +103,12 @@ class Saver:
         attachments: Mapping[str, Path | bytes] | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        """``tag``, rank 0's, begins the names of attempts: the start's number. ``attachments`` are small files."""
+        """Opens the writers' process group: all ranks call it.
+
+        ``timeout_seconds``: how much later than another's a rank's shard may be. ``tag``: the first part of the names
+        of attempts, such as the number of this start; rank 0's counts. ``attachments``: small files, or their contents,
+        by name.
+        """
         self.store = store
         self.engine = engine
         self.mesh = engine.mesh
@@ -111,15 +116,15 @@ class Saver:
         self.attachments = attachments or {}
         self.hooks = hooks or Hooks()
         self.group = open_group(timeout_seconds)
-        self.tag = self._from_first(f"{tag}-{secrets.token_hex(3)}")  # unlike those of a start that was restarted
+        self.tag = self._from_first(f"{tag}-{secrets.token_hex(3)}")  # differs from those of earlier starts
         self.attempts = 0
         self.thread: threading.Thread | None = None
         self.finished: list[Saved] = []
         self.broken: BaseException | None = None
         self.last: Saved | None = None
-        self.copied = threading.Event()  # the state may change
+        self.copied = threading.Event()  # set: the state may change
         self.copied.set()
-        self.hold_seconds = 0.0  # seconds that training has stood still for the save under way
+        self.hold_seconds = 0.0  # seconds that training has waited for the save under way
         device = engine.mesh.device
         self.stream = torch.cuda.Stream(device) if asynchronous and device.type == "cuda" else None
         engine.before_change.append(self.let_copy_end)
@@ -130,10 +135,11 @@ class Saver:
         self.buffer = host_buffer(owned if asynchronous else staging, engine.mesh.device)
 
     def save(self, state: Savable) -> None:
-        """Begins to save the state; what came of it is told by ``poll``. All ranks call it, at the same steps.
+        """Starts saving the state; ``poll`` returns the result. All ranks call it, at the same steps.
 
-        Waits for the save before it; where saving is synchronous, for everything. The engine's next update waits for
-        the copy (``let_copy_end``); until then nobody may write to masters, optimizer states or buffers.
+        It waits for the previous save, and where saving is synchronous also for this one. The engine's next update
+        waits for the copy (``let_copy_end``); until then no code may write to masters, optimizer states or buffers.
+        Raises BrokenSave.
         """
         started = time.perf_counter()
         self._join()
@@ -158,20 +164,20 @@ class Saver:
         self.thread.start()
 
     def let_copy_end(self) -> None:
-        """Waits until the state that is being saved may change. The engine calls it before it changes anything."""
+        """Waits until the state that is being saved has been copied. The engine calls it before it changes anything."""
         if not self.copied.is_set():
             started = time.perf_counter()
             self.copied.wait()
             self.hold_seconds += time.perf_counter() - started
 
     def poll(self) -> list[Saved]:
-        """The saves that ended since the last call, committed or failed; never waits. Raises BrokenSave."""
+        """The results of saves that ended since the last call, committed or failed. Never waits. Raises BrokenSave."""
         self._raise_if_broken()
         ended, self.finished = self.finished, []
         return ended
 
     def wait(self) -> list[Saved]:
-        """Waits until this rank writes no checkpoint; returns what ``poll`` does. Raises BrokenSave."""
+        """Waits for a save under way; then returns the results of ended saves like ``poll``. Raises BrokenSave."""
         self._join()
         return self.poll()
 
@@ -186,7 +192,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for the writer; for a process that fails, not for ever."""
+        """Waits for the writer; where an exception leaves the block, at most SECONDS_AFTER_FAILURE."""
         self.engine.before_change.remove(self.let_copy_end)
         if kind is None or issubclass(kind, SystemExit):
             self._join()
@@ -205,14 +211,14 @@ class Saver:
             raise BrokenSave(str(self.broken)) from self.broken
 
     def _run(self, job: _Job) -> None:
-        """The writer: whatever happens on one rank, all ranks meet once and agree."""
+        """The writer's work. Whatever happens on one rank, all ranks exchange their results once and agree."""
         name = step_name(job.step)
         location = self.store.folder(name).location
         try:
             verdict, text = self._agree(job, name, self._attempt(lambda: self._write_own(job, name)))
         except RuntimeError as error:  # gloo's: a peer's connection closed, or the time limit passed
             verdict, text = "broken", f"saving {name}: a rank is gone or did not answer in time ({error})"
-        except BaseException as error:  # ours: raised where training can see it, not lost with the thread
+        except BaseException as error:  # a fault of this code: raised where training sees it, not lost with the thread
             self.broken = error
             return
         if verdict == "broken":
@@ -225,9 +231,10 @@ class Saver:
         self.finished.append(self.last)
 
     def _copy(self, tensors: Sequence[Tensor], used: Tensor, updated: Any) -> None:
-        """Takes the copy; on CUDA in a stream of its own, which waits for the event ``updated``, an update's end.
+        """Copies the state to ``used``; on CUDA in a stream of its own, after the event ``updated``, an update's end.
 
-        A new thread is on the node's first GPU, rank 0's: to go back there from the stream would open a context on it.
+        CUDA's current device is set first, since in a new thread it is the node's first GPU: returning there when the
+        stream's block is left would open a CUDA context on that GPU.
         """
         try:
             if self.stream is not None:
@@ -240,26 +247,29 @@ class Saver:
             self.copied.set()
 
     def _write_own(self, job: _Job, name: str) -> tuple[Packed, write.FileRecords]:
-        """Takes the copy, where there is to be one, and writes this rank's shard."""
+        """What this rank owns and its shard's file record, after taking the copy (if any) and writing the shard."""
         job.copy()
         folder, prefix = self.store.begin(name, job.attempt)
         return job.owned, write_shard(folder, prefix + job.file, job.shapes, job.chunks)
 
     def _agree(self, job: _Job, name: str, mine: tuple[str, Any]) -> tuple[str, Any]:
-        """The ranks' shards to rank 0, its verdict to all of them."""
+        """Rank 0's verdict on the save, on all ranks, which call it with the results of writing their own shards.
+
+        The results are gathered on rank 0, which commits or discards the checkpoint and broadcasts the verdict.
+        """
         first = self.mesh.rank == 0
         everyone: list[Any] | None = [None] * self.mesh.world_size if first else None
         dist.gather_object(mine, everyone, dst=0, group=self.group)
         return self._from_first(self._attempt(lambda: self._finish(job, name, everyone or [])) if first else None)
 
     def _from_first(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
+        """Rank 0's value, on all ranks, which all call it. The value must be picklable."""
         shared = [value]
         dist.broadcast_object_list(shared, src=0, group=self.group)
         return shared[0]
 
     def _attempt(self, work: Callable[[], Any]) -> tuple[str, Any]:
-        """("done", result), or ("failed", why) where the disk or the certificate refused, or ("broken", why)."""
+        """("done", result of ``work``); ("failed", why) if the disk or the certificate fails; else ("broken", why)."""
         try:
             return "done", work()
         except OSError as error:
@@ -268,13 +278,13 @@ class Saver:
             return "failed", str(error)
         except BrokenSave as error:
             return "broken", str(error)
-        except Exception:  # a fault of ours on one rank: told on all, instead of leaving them waiting
+        except Exception:  # a fault of this code on one rank: reported on all, instead of leaving them waiting
             return "broken", f"{self.mesh.place}:\n{traceback.format_exc()}"
 
     def _finish(self, job: _Job, name: str, everyone: list[tuple[str, Any]]) -> str | None:
-        """Commits the checkpoint, or removes what was written of it. Returns a warning, or None.
+        """Commits the checkpoint; returns a warning, or None. Where it cannot, removes what was written, and raises.
 
-        Rank 0 alone calls it, after every rank has told whether its shard is on disk.
+        Rank 0 alone calls it, after every rank has reported whether its shard is on disk.
         """
         try:
             for kind in ("broken", "failed"):
@@ -289,7 +299,7 @@ class Saver:
             with self.hooks.guard():
                 self.store.commit(name, job.attempt, content)
         except BaseException:
-            with suppress(OSError):  # the first error is what is told; the next sweep tries again
+            with suppress(OSError):  # the first error is reported; the next sweep tries again
                 self.store.discard(name, job.attempt)
             raise
         try:
@@ -301,21 +311,24 @@ class Saver:
 
 
 def open_group(timeout_seconds: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks that only writers use: a collective of training's can never meet one of theirs."""
+    """A gloo group of all ranks that only writers use, so that their collectives never mix with those of training.
+
+    All ranks call it.
+    """
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def host_buffer(n_elements: int, device: torch.device) -> Tensor:
-    """A flat fp32 CPU tensor whose pages exist already, page-locked where copies come from a CUDA device.
+    """A flat fp32 CPU tensor whose pages are already in memory, page-locked where copies come from a CUDA device.
 
-    It is a map of its own, which begins at a block's boundary, for writes past the page cache. Page-locked by
-    registration: torch's own allocator would round the size up to a power of two.
+    It is a memory map of its own, which begins at a block boundary, for writes that bypass the page cache. It is
+    page-locked by registration, since torch's own allocator would round the size up to a power of two.
     """
     pages = mmap.mmap(-1, max(n_elements, 1) * ELEMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.float32)[:n_elements]
-    buffer.fill_(1.0)  # zeros alone may be pages that the kernel has yet to make
+    buffer.fill_(1.0)  # touches every page: the kernel allocates pages only when they are written
     if device.type == "cuda" and n_elements:
         runtime: Any = torch.cuda.cudart()
         address = buffer.data_ptr()

@@ -1,4 +1,4 @@
-"""From a shard to where its elements belong: files read in pieces, hashed on the way, copied straight into place."""
+"""Reads shards in pieces, hashes them on the way, and copies their elements into the tensors where they belong."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from parallel.checkpoint.safetensors_stream import (
 from parallel.checkpoint.schema import Piece
 from parallel.checkpoint.store import Folder, Input
 
-SMALLEST_RUN = 1 << 16  # bytes that get a read of their own
-LARGEST_GAP = 1 << 20  # bytes that are read although nobody wants them, rather than sought past
+SMALLEST_RUN = 1 << 16  # the fewest bytes that get a read of their own
+LARGEST_GAP = 1 << 20  # the most unneeded bytes in a row that are read, rather than skipped by a seek
 
 
 @dataclass(frozen=True)
 class Target:
-    """A box of a logical tensor that is wanted, and the tensor of the box's shape that its elements go to."""
+    """A box of a logical tensor that is to be read, and the tensor of the box's shape that it is read into."""
 
     box: Box
     values: Tensor
@@ -34,7 +34,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Wish:
-    """The part of a piece that a target wants: bytes [start, stop) of the file hold it, ``first`` is element 0's."""
+    """The part of a piece that a target needs: bytes [start, stop) of the file. The piece begins at byte ``first``."""
 
     piece: Piece
     target: Target
@@ -44,7 +44,7 @@ class _Wish:
 
 
 def span_of(piece: Piece, box: Box) -> tuple[int, int] | None:
-    """The first element of the flattened piece that lies in ``box``, and the one behind the last; None: none does."""
+    """The range of the flattened piece that spans its elements in ``box``; None where it has none."""
     common = piece.box.intersect(box)
     if common is None:
         return None
@@ -54,7 +54,7 @@ def span_of(piece: Piece, box: Box) -> tuple[int, int] | None:
 
 
 class ShardReader:
-    """Reads shards through a buffer of CHUNK_BYTES, page-locked where the targets lie on CUDA."""
+    """Reads shards of a folder, through a buffer of CHUNK_BYTES that is page-locked where the targets are on CUDA."""
 
     def __init__(self, folder: Folder, device: torch.device) -> None:
         self.folder = folder
@@ -62,9 +62,10 @@ class ShardReader:
         self.bytes = bytes_of(self.buffer)
 
     def read(self, file: str, wanted: Sequence[tuple[Piece, Target]], *, hashes: bool) -> str | None:
-        """Fills the targets with what pieces of this file have of them; its xxh3_128 if it is to be hashed.
+        """Reads the elements of the targets that the pieces of this file hold; returns its xxh3_128 if ``hashes``.
 
-        Raises NotSafetensors where the file is not what was written, OSError where it cannot be read.
+        To be hashed, the file is read whole; else only the parts that are needed. Raises NotSafetensors where its
+        header is not valid or differs from the pieces, and OSError where it cannot be read.
         """
         digest = xxhash.xxh3_128() if hashes else None
         with self.folder.open(file) as content:
@@ -86,7 +87,7 @@ class ShardReader:
         return None if digest is None else digest.hexdigest()
 
     def _read_in_place(self, content: Input, memory: memoryview, digest: "xxhash.xxh3_128 | None") -> None:
-        """The next bytes, straight to where they belong; hashed while the processor still has them."""
+        """Reads the next bytes into ``memory``, in chunks that are hashed while they are in the processor's cache."""
         for start in range(0, len(memory), CHUNK_BYTES):
             chunk = memory[start : start + CHUNK_BYTES]
             read_into(content, chunk)
@@ -96,7 +97,7 @@ class ShardReader:
     def _read_staged(
         self, content: Input, start: int, stop: int, window: "_Window", digest: "xxhash.xxh3_128 | None"
     ) -> None:
-        """Bytes [start, stop), which are next, through the buffer."""
+        """Reads bytes [start, stop), which are next in the file, through the buffer."""
         for position in range(start, stop, CHUNK_BYTES):
             count = min(CHUNK_BYTES, stop - position)
             read_into(content, self.bytes[:count])
@@ -105,7 +106,7 @@ class ShardReader:
             self._scatter(window.until(position, position + count), position, count)
 
     def _scatter(self, wishes: Sequence[_Wish], position: int, count: int) -> None:
-        """Copies what the wishes want of the buffer, which holds ``count`` bytes of the file from ``position`` on."""
+        """Copies the buffer, ``count`` bytes of the file from ``position`` on, to where the wishes need it."""
         waits = False
         for wish in wishes:
             start, stop = max(position, wish.start), min(position + count, wish.stop)
@@ -118,7 +119,7 @@ class ShardReader:
 
 
 def _copy_elements(wish: _Wish, first: int, values: Tensor) -> None:
-    """``values`` are the elements of the flattened piece from ``first`` on."""
+    """Copies ``values``, the flattened piece's elements from ``first`` on, as far as they lie in the target's box."""
     done = 0
     for box in boxes_of_range(wish.piece.shape, first, first + values.numel()):
         part = values[done : done + box.numel].view(box.shape)
@@ -140,7 +141,7 @@ def _wish(header: Header, piece: Piece, target: Target) -> _Wish:
 
 
 class _Window:
-    """The wishes, sorted by their start, that overlap intervals which only move forward."""
+    """Finds the wishes, sorted by their start, that overlap intervals which only move forward."""
 
     def __init__(self, wishes: list[_Wish]) -> None:
         self.wishes = wishes
@@ -157,7 +158,7 @@ class _Window:
 
 
 def _intervals(wishes: list[_Wish]) -> Iterator[tuple[int, int]]:
-    """The bytes to be read for the wishes, which are sorted; small gaps are read over."""
+    """The intervals of bytes to be read for the wishes, which are sorted by their start; small gaps are read too."""
     if not wishes:
         return
     start, stop = wishes[0].start, wishes[0].stop
@@ -170,8 +171,8 @@ def _intervals(wishes: list[_Wish]) -> Iterator[tuple[int, int]]:
 
 
 def _segments(wishes: list[_Wish], start: int, stop: int) -> Iterator[tuple[int, int, memoryview | None]]:
-    """Bytes [start, stop) cut into what can be read in place, with the memory that it goes to, and what cannot."""
-    reached = 0  # by the wishes so far: what two wishes want goes through the buffer
+    """Bytes [start, stop) in segments (first, last, memory): ``memory`` is where to read them directly, else None."""
+    reached = 0  # the end of the wishes so far: bytes that two wishes need go through the buffer
     for number, wish in enumerate(wishes):
         alone = wish.start >= reached and (number + 1 == len(wishes) or wishes[number + 1].start >= wish.stop)
         reached = max(reached, wish.stop)
@@ -186,7 +187,7 @@ def _segments(wishes: list[_Wish], start: int, stop: int) -> Iterator[tuple[int,
 
 
 def _memory_of(wish: _Wish) -> memoryview | None:
-    """Where the wish's bytes go, if they do so in one run that is worth a read of its own."""
+    """The target's memory for the wish's bytes, if it is one run that is worth a read of its own; else None."""
     common = wish.piece.box.intersect(wish.target.box)
     assert common is not None
     into = wish.target.values

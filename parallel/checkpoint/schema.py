@@ -1,7 +1,7 @@
-"""What a manifest and a shard's header may say: fields, types, bounds; and their reading from bytes nobody vouches for.
+"""The schema of manifests and safetensors headers (fields, types, bounds), and their parsing from untrusted bytes.
 
-Types and bounds are pydantic's to judge. Whether the parts of a manifest fit one another is the certificate's question
-(manifest.py). Reading takes memory in proportion to the bytes, at most about 4 GiB, and refuses with one line.
+pydantic checks types and bounds. Whether the parts of a manifest fit one another is checked by the certificate
+(manifest.py). Parsing takes memory in proportion to the bytes, at most about 4 GiB, and an error is one line.
 """
 
 import json
@@ -14,38 +14,38 @@ from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationErr
 
 from parallel.checkpoint.boxes import Box
 
-FORMAT = 3  # 2 knew no cuts: it is still read
+FORMAT = 3  # format 2, which had no cuts, is still read
 LARGEST_MANIFEST_BYTES = 256 << 20  # DeepSeek-V3 by ZeRO 3 on 16,384 ranks needs 9 MB (docs/scale.md)
 LARGEST_HEADER_BYTES = 16 << 20  # about 100,000 pieces in one shard
-LARGEST_VALUES = 24_000_000  # in one JSON text: what memory it takes depends on them, not on its bytes
+LARGEST_VALUES = 24_000_000  # in one JSON text: its memory depends on their number, not on its bytes
 LARGEST_OBJECT = 200_000  # entries of one JSON object
 LARGEST_NUMBER = 2**63 - 1
 MOST_DIMS = 4
 LONGEST_NAME = 500  # characters
 LONGEST_PART = 255  # bytes of a file's or folder's own name, on every usual file system
-SHOWN = 60  # characters of a wrong value
+SHOWN = 60  # characters of a wrong value that a message shows
 
 
 class Malformed(ValueError):
-    """The bytes do not say what they should; the message names the place, in one line."""
+    """Bytes do not follow the schema. The message names the place, in one line."""
 
 
 def _printable(text: str) -> str:
-    """The text, where no character of it is invisible, a control character or half of a pair."""
+    """The text itself. Raises ValueError where it has an invisible or control character, or a lone surrogate."""
     if not text.isprintable():
         raise ValueError("must hold printable characters only")
     return text
 
 
 def _without_slash(kind: str) -> str:
-    """The kind, where a key tells it from the tensor's name, which it precedes."""
+    """The kind itself. Raises ValueError where it has a /, which in a key separates the kind from the tensor's name."""
     if "/" in kind:
         raise ValueError("must hold no /")
     return kind
 
 
 def _inside(file: str) -> str:
-    """The path, where it leads from a checkpoint's folder to a file below it and not to the manifest."""
+    """The path itself. Raises ValueError unless it leads to a file below a checkpoint's folder that is no manifest."""
     parts = file.split("/")
     if "\\" in file or any(part in ("", ".", "..") or part != part.strip() for part in parts):
         raise ValueError("must be a path below the checkpoint's folder")
@@ -64,12 +64,12 @@ Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME), AfterValidat
 File = Annotated[Name, AfterValidator(_inside)]
 Kind = Annotated[Name, AfterValidator(_without_slash)]
 Stride = Annotated[int, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
-Run = tuple[Size, Size, Count, Stride]  # ranges, elements of each, the first one's shard, from shard to shard
+Run = tuple[Size, Size, Count, Stride]  # number of ranges, elements of each, the first one's shard, shard stride
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of one logical tensor: where its elements lie on disk."""
+    """One box of one logical tensor, with the file and the key under which its elements are stored."""
 
     kind: Name  # weight, exp_avg, exp_avg_sq, momentum_buffer, buffer
     name: Name  # of the logical tensor
@@ -86,12 +86,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """One box of one logical tensor whose flattened elements lie, range after range, in several shards.
+    """One box of one logical tensor whose flattened elements are stored, range after range, in several shards.
 
-    It says in a few numbers what ZeRO does with a box: a run of ``count`` ranges of ``numel`` elements each, of which
-    the first is in the shard of that number and each next one ``stride`` shards on. Shards are numbered by their place
-    in the manifest's ``shards``. A range lies in its shard as the boxes of ``boxes_of_range``, each under the key
-    ``key_of(kind, name, start)``; so do the same elements of every kind.
+    This describes ZeRO's partition of a box in a few numbers. A run is ``count`` ranges of ``numel`` elements each; the
+    first is in the shard with the run's shard number, and each following one ``stride`` shards further. Shards are
+    numbered by their position in the manifest's ``shards``. A range is stored in its shard as the boxes of
+    ``boxes_of_range``, each under the key ``key_of(kind, name, start)``, for every kind alike.
     """
 
     kinds: Annotated[tuple[Kind, ...], Field(min_length=1), FailFast()]
@@ -102,13 +102,13 @@ class Cut:
 
     @property
     def box(self) -> Box:
-        """The elements of all ranges."""
+        """The box of the elements of all ranges."""
         return Box(self.start, self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who wrote a checkpoint, for whoever looks at it."""
+    """The layout of the run that wrote a checkpoint, for information only."""
 
     ranks: Size
     pp: Size
@@ -122,7 +122,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The state besides tensors. A loss may be NaN: that of a run that has diverged."""
+    """The training state besides tensors. A loss may be NaN, as in a run that has diverged."""
 
     consumed: Count
     skipped: Annotated[list[tuple[Count, Count]], FailFast()]
@@ -130,14 +130,14 @@ class Scalars:
     updates: Count
     loss_scaler: dict[Name, Annotated[float, Field(allow_inf_nan=False)]]
     heldout: tuple[Count, float] | None = None
-    losses: Annotated[list[float], FailFast()] = field(default_factory=list)  # which older checkpoints lack
-    dealing: Count = 1  # the order in which samples were dealt to the sources, which older checkpoints lack
-    written_by: Layout | None = None  # who does not train (a proof's plain side) does not say
+    losses: Annotated[list[float], FailFast()] = field(default_factory=list)  # older checkpoints lack it
+    dealing: Count = 1  # the order in which samples were dealt to the sources; older checkpoints lack it
+    written_by: Layout | None = None  # None: written by code that does not train, as a proof's plain side
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a file."""
+    """A file's size in bytes and its hash."""
 
     bytes: Count
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}\z")]
@@ -145,7 +145,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Body:
-    """A manifest's JSON. Each element of each kind of a tensor lies in one piece or in one cut."""
+    """The content of a manifest's JSON. Each element of each kind of a tensor is in exactly one piece or cut."""
 
     format: Literal[2, 3]
     step: Count
@@ -169,7 +169,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """The JSON beside several safetensors files: each tensor's file."""
+    """The JSON index that comes with several safetensors files: each tensor's file."""
 
     weight_map: dict[Name, Name]
     metadata: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def parse_body(content: bytes) -> Body:
-    """What a manifest's JSON says. Raises Malformed."""
+    """A manifest's content, parsed from its JSON. Raises Malformed."""
     body: Body = _parse(Body, content)
     if body.format < FORMAT and (body.cuts or body.shards):
         raise Malformed(f"format={body.format}: has neither cuts nor shards")
@@ -189,12 +189,12 @@ def parse_body(content: bytes) -> Body:
 
 
 def parse_header(content: bytes) -> dict[str, HeaderEntry]:
-    """What a safetensors header's JSON says, by key. Raises Malformed."""
+    """The entries of a safetensors header, by key, parsed from its JSON. Raises Malformed."""
     return _parse(dict[Name, HeaderEntry], content)
 
 
 def parse_any_header(content: bytes) -> dict[str, HeaderEntry]:
-    """What the header of anyone's safetensors file says, by key; its metadata is passed over. Raises Malformed."""
+    """The entries of any safetensors file's header, by key; its metadata is ignored. Raises Malformed."""
     _check_json(content)
     tree = json.loads(content)
     if not isinstance(tree, dict):
@@ -204,7 +204,7 @@ def parse_any_header(content: bytes) -> dict[str, HeaderEntry]:
 
 
 def parse_index(content: bytes) -> dict[str, str]:
-    """Each tensor's file, as the index beside several safetensors files has it. Raises Malformed."""
+    """Each tensor's file, parsed from the index of several safetensors files. Raises Malformed."""
     index: Index = _parse(Index, content)
     return index.weight_map
 
@@ -218,7 +218,7 @@ def _parse(hint: Any, content: bytes) -> Any:
 
 
 def _check_json(content: bytes) -> None:
-    """Raises Malformed where the bytes are no JSON, or JSON of more values than are read."""
+    """Raises Malformed where the bytes are no JSON, or have too many values, or a key twice in one object."""
     if content.count(b",") + content.count(b"[") + content.count(b"{") > LARGEST_VALUES:
         raise Malformed(f"holds more than {LARGEST_VALUES:,} values")
     try:
@@ -232,7 +232,10 @@ def _check_json(content: bytes) -> None:
 
 
 def _check_keys(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Refuses what readers disagree about: a key that comes twice. Nothing is kept of the object."""
+    """Raises Malformed for a key that comes twice, which JSON readers treat differently, and for too many entries.
+
+    It returns nothing, so that no object is kept in memory.
+    """
     if len(pairs) > LARGEST_OBJECT:
         raise Malformed(f"holds an object of {len(pairs):,} entries; {LARGEST_OBJECT:,} are the most")
     if len({key for key, _ in pairs}) != len(pairs):
@@ -252,7 +255,7 @@ def _first_line(error: ValidationError) -> str:
 
 
 def shorten(value: Any, most: int = SHOWN) -> str:
-    """A value from outside as it may stand in a line: on one line, escaped, and not long."""
+    """An untrusted value as text for a message: on one line, escaped, and at most ``most`` characters of it."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return "a huge number"
     text = value if isinstance(value, str) else str(value)

@@ -1,7 +1,7 @@
-"""What a place for checkpoints is: folders of files, and the acts that make a folder a checkpoint or take it away.
+"""The interface of checkpoint stores: folders of files, and the operations that commit, set aside and remove them.
 
-One interface, two kinds: a file system (local.py), where the commit is a rename, and an object store (objects.py),
-where it is the put of the manifest. places.py opens either by its path or URL.
+There are two kinds: a file system (local.py), where a rename commits, and an object store (objects.py), where writing
+the manifest does. places.py opens either by its path or URL.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,15 +11,15 @@ from typing import Any, Protocol, Self, TypeVar
 from parallel.checkpoint.regular import UnfitFile
 
 MANIFEST = "manifest.json"
-OWNER = ".owner.json"  # beside the checkpoints: whose they are
-MOST_OWNER = 1 << 16  # bytes of it
+OWNER = ".owner.json"  # a record beside the checkpoints of the run to which they belong
+MOST_OWNER = 1 << 16  # bytes of that record
 MOST_DIGITS = 18  # of a step's number
 
 Item = TypeVar("Item")
 
 
 class Output(Protocol):
-    """A file being written, a context manager: durable when it is left, dropped when it is left by an exception."""
+    """A file being written, as a context manager: durable when it is left, discarded if an exception leaves it."""
 
     def write(self, data: Any) -> None:
         """Appends all bytes of a buffer."""
@@ -33,14 +33,14 @@ class Output(Protocol):
 
 
 class Input(Protocol):
-    """A file being read, a context manager."""
+    """A file being read, as a context manager."""
 
     def seek(self, offset: int, /) -> Any:
-        """The next read begins at this byte."""
+        """Moves to byte ``offset``, where the next read begins."""
         ...
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """Fills the buffer as far as one read goes; the bytes read, 0 at the end."""
+        """Reads into the buffer, which one read may fill only in part; returns the number of bytes, 0 at the end."""
         ...
 
     def __enter__(self) -> Any: ...
@@ -51,29 +51,29 @@ class Input(Protocol):
 
 
 class Folder(Protocol):
-    """The files of one checkpoint. What goes wrong is an OSError; a missing file is FileNotFoundError."""
+    """The files of one checkpoint. All errors are OSErrors; a missing file raises FileNotFoundError."""
 
     name: str
-    location: str  # what a user would type
+    location: str  # the path or URL that a user would type
 
     def path(self, file: str) -> str:
-        """Where the file lies, for messages."""
+        """The file's path or URL, for messages."""
         ...
 
     def size(self, file: str) -> int | None:
-        """Its bytes, or None where it is missing. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
+        """The file's size in bytes; None where it is missing. Raises UnfitFile for a link, a folder, a pipe, ..."""
         ...
 
     def stamp(self, file: str) -> Any:
-        """A value that changes when the file is written to or replaced. Raises as ``open``."""
+        """A value that changes when the file is written to or replaced. Raises FileNotFoundError and UnfitFile."""
         ...
 
     def read_bytes(self, file: str, most: int) -> bytes:
-        """The whole content, for small files. Raises UnfitFile as well where it has more than ``most`` bytes."""
+        """The whole content of a small file. Raises UnfitFile also where it has more than ``most`` bytes."""
         ...
 
     def open(self, file: str) -> Input:
-        """For reading in pieces. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
+        """The file, opened for reading in pieces. Raises UnfitFile where it is a link, a folder, a pipe, ..."""
         ...
 
     def create(self, file: str) -> Output:
@@ -81,41 +81,44 @@ class Folder(Protocol):
         ...
 
     def files(self) -> list[str]:
-        """All that is below but folders, with paths from here, sorted; links are not followed."""
+        """The paths, from this folder, of everything below it except folders, sorted; links are not followed."""
         ...
 
 
 class Store(Protocol):
     """A place that holds checkpoints by name: step-00000100 and so on.
 
-    An attempt is one try at writing one, its tag unlike all others' in this place; nothing of it is visible before the
-    commit. One rank commits, discards, sets aside, removes and sweeps.
+    An attempt is one try at writing a checkpoint, under a tag that no other attempt in this place has; nothing of it is
+    visible before the commit. Only one rank may commit, discard, set aside, remove and sweep.
     """
 
     location: str
 
     def folder(self, name: str) -> Folder:
-        """The checkpoint of this name, there or not."""
+        """The folder of the checkpoint of this name, whether it exists or not."""
         ...
 
     def names(self) -> list[str]:
-        """The checkpoints that were committed, in the order of their steps; neither damaged ones nor attempts."""
+        """The names of the committed checkpoints, in the order of their steps, without those set aside."""
         ...
 
     def owner(self) -> bytes | None:
-        """What the run that keeps its checkpoints here has written of itself."""
+        """The record of the run that keeps its checkpoints here, as ``own`` wrote it; None where there is none."""
         ...
 
     def own(self, content: bytes, *, instead: bool) -> bool:
-        """Writes that, in one act. ``instead``: of what is there; else False where somebody has done so already."""
+        """Writes the owner's record in one atomic act. ``instead``: replaces a record that is there.
+
+        Returns False where ``instead`` is False and another process has written a record already.
+        """
         ...
 
     def begin(self, name: str, attempt: str) -> tuple[Folder, str]:
-        """The folder that an attempt writes to, and what precedes its files' names. Every rank may call it."""
+        """The folder to which an attempt writes, and the prefix of its files' names there. Every rank may call it."""
         ...
 
     def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """Writes the manifest and makes the attempt the checkpoint, in one atomic act."""
+        """Writes the manifest, and in one atomic act makes the attempt the checkpoint of this name."""
         ...
 
     def discard(self, name: str, attempt: str) -> None:
@@ -123,11 +126,11 @@ class Store(Protocol):
         ...
 
     def set_aside(self, name: str) -> str:
-        """Makes a damaged checkpoint one no longer, keeping its files; returns where they are."""
+        """Takes a damaged checkpoint out of the list without deleting its files; returns where they are."""
         ...
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint; cut short, it leaves something that ``sweep`` removes, never half a checkpoint."""
+        """Deletes a checkpoint. If that is interrupted, the rest is no checkpoint, and ``sweep`` removes it."""
         ...
 
     def set_aside_ones(self) -> list[Folder]:
@@ -135,7 +138,7 @@ class Store(Protocol):
         ...
 
     def leftovers(self) -> list[Folder]:
-        """What attempts and removals left that were cut short, or are writing now."""
+        """The folders of attempts and removals that were interrupted, or are still under way."""
         ...
 
     def sweep(self) -> list[str]:
@@ -144,7 +147,7 @@ class Store(Protocol):
 
 
 def try_each(act: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Acts on each item, past those that fail; then raises their OSErrors as one, in one line."""
+    """Calls ``act`` on each item, also after failures; then raises all their OSErrors as one, in one line."""
     failures = []
     for item in items:
         try:
@@ -168,7 +171,7 @@ def step_of(name: str) -> int | None:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Which of the names are checkpoints', by step."""
+    """Those of the names that are checkpoints' names, in the order of their steps."""
     return sorted((name for name in names if step_of(name) is not None), key=lambda name: step_of(name) or 0)
 
 

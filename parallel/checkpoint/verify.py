@@ -1,4 +1,4 @@
-"""Checking a checkpoint afterwards, on one process: all that a load relies on, and the shards' own tables."""
+"""Verifies a saved checkpoint on one process: all that a load relies on, and the headers of the shards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from parallel.checkpoint.store import MANIFEST, Folder
 
 @dataclass(frozen=True)
 class Findings:
-    """What a look at all of a checkpoint's bytes found."""
+    """The result of checking all of a checkpoint's bytes."""
 
     manifest: Manifest | None  # None where it is damaged
     problems: list[str]  # one line each, naming the file; empty where the checkpoint is whole
-    unlisted: list[str]  # files that the manifest does not name, and that nobody reads
+    unlisted: list[str]  # files that the manifest does not name, and that no load reads
 
 
 def examine(location: Location, on_bytes: Callable[[int], None] | None = None) -> Findings:
-    """Looks at all that a load relies on: the manifest, its certificate, each file's size and hash, each shard's table.
+    """Checks all that a load relies on: the manifest, its certificate, each file's size and hash, each shard's header.
 
-    Files that are not in the manifest are no problem, since nothing reads them; they are told. ``on_bytes`` is told
-    how many more bytes have been read.
+    Files that are not in the manifest are listed, but are no problem, since nothing reads them. ``on_bytes`` is called
+    with the number of bytes read since its last call. One process calls it.
     """
     folder = open_folder(location)
     try:
@@ -56,14 +56,14 @@ def examine(location: Location, on_bytes: Callable[[int], None] | None = None) -
 
 
 def problems_of(location: Location) -> list[str]:
-    """What is wrong with the checkpoint, one line each, naming the file; empty where it is whole."""
+    """One message for each problem of the checkpoint, naming the file; empty where it is whole."""
     return examine(location).problems
 
 
 def problems_of_table(folder: Folder, file: str, file_bytes: int, pieces: list[Piece]) -> list[str]:
-    """Where a shard's own table differs from the pieces that the manifest places in it: at most MOST_PROBLEMS lines.
+    """Messages on how a shard's header differs from the pieces that the manifest places in it: at most MOST_PROBLEMS.
 
-    A file without pieces is no shard.
+    A file without pieces is no shard, and gives none.
     """
     if not pieces:
         return []
@@ -90,10 +90,10 @@ def problems_of_table(folder: Folder, file: str, file_bytes: int, pieces: list[P
 
 
 def bytes_of(manifest: Manifest) -> int:
-    """Bytes of all the checkpoint's files but the manifest."""
+    """The total size in bytes of all the checkpoint's files but the manifest."""
     return sum(expected["bytes"] for expected in manifest.files.values())
 
 
 def tensor_bytes(manifest: Manifest, kind: str) -> int:
-    """Bytes in fp32 of all logical tensors of one kind."""
+    """The total size in bytes, in fp32, of all logical tensors of one kind."""
     return ELEMENT_BYTES * sum(prod(manifest.tensors[name]) for name in manifest.kinds[kind])

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: what each rank owns, and the manifest that puts it together."""
+"""Makes the parts of a checkpoint: what each rank owns, its shard, attachments, and the certified manifest."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,10 @@ FileRecords = dict[str, dict[str, Any]]  # file -> bytes, xxh3_128: as in the ma
 
 
 def collect_owned(engine: Engine) -> tuple[list[Owned], dict[str, Tensor]]:
-    """What this rank owns of logical tensors, and the fp32 tensors of its boxes by key, in order and not copied."""
+    """What this rank owns of the logical tensors, and its boxes' fp32 tensors by key, in the same order.
+
+    The tensors are the engine's own where these are fp32, not copies. No communication.
+    """
     owned: list[Owned] = []
     tensors: dict[str, Tensor] = {}
     for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
@@ -43,14 +46,20 @@ def collect_owned(engine: Engine) -> tuple[list[Owned], dict[str, Tensor]]:
 def write_shard(
     folder: Folder, file: str, shapes: Mapping[str, Sequence[int]], chunks: Iterable[memoryview]
 ) -> FileRecords:
-    """Writes and syncs a shard of tensors, ``chunks`` their bytes in the order of ``shapes``. No tensors, no file."""
+    """Writes and syncs one shard; returns its file record. Without tensors no file is written.
+
+    ``shapes``: the tensors' shapes by key. ``chunks``: their bytes, in that order.
+    """
     if not shapes:
         return {}
     return {file: write_tensors(folder, file, shapes, chunks)}
 
 
 def write_attachments(folder: Folder, prefix: str, attachments: Mapping[str, Path | bytes]) -> FileRecords:
-    """Copies small files (the tokenizer, the run's config), or their content, into the checkpoint, hashed as shards."""
+    """Copies small files (the tokenizer, the run's config) into the checkpoint; returns their file records.
+
+    ``attachments``: by name, a file's path or its content. ``prefix`` precedes the names.
+    """
     return {
         prefix + name: write_hashed(
             folder, prefix + name, [source if isinstance(source, bytes) else source.read_bytes()]
@@ -62,7 +71,10 @@ def write_attachments(folder: Folder, prefix: str, attachments: Mapping[str, Pat
 def build_manifest(
     engine: Engine, step: int, scalars: dict[str, Any], written: Sequence[tuple[Packed, FileRecords]]
 ) -> Manifest:
-    """The manifest of all ranks' shards: of each, what the rank owns and the shard's record (none, where nothing)."""
+    """The manifest of all ranks' shards. Rank 0 calls it.
+
+    ``written``: for each rank, what it owns, and its shard's file record (empty where it owns nothing).
+    """
     tensors = logical_tensors(engine.model_config)
     parameters = {name: tensor.weight for name, tensor in tensors.items() if not tensor.is_buffer}
     kinds = {WEIGHT: list(parameters)}
@@ -79,7 +91,7 @@ def build_manifest(
 
 
 def certified(manifest: Manifest) -> bytes:
-    """The content of manifest.json; raises IncompleteSave where it would be refused when it is read."""
+    """The content of manifest.json. Raises IncompleteSave where reading it would refuse it, as on missing elements."""
     content = encode_manifest(manifest)
     try:
         if len(content) > LARGEST_MANIFEST_BYTES:

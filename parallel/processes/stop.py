@@ -37,7 +37,7 @@ class StopRequest:
         return now - self.heard_at >= REPEAT_SECONDS
 
     def votes(self) -> list[float]:
-        """For each of STOP_SIGNALS, 1.0 if it was this rank's first, else 0.0: to be summed over ranks for ``elected``."""
+        """For each of STOP_SIGNALS, 1.0 if it is this rank's first, else 0.0: summed over ranks for ``elected``."""
         return [float(self.signal == signum) for signum in STOP_SIGNALS]
 
 

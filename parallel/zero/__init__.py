@@ -1,1 +1,1 @@
-"""Weights, gradients and optimizer state under DeepSpeed's ZeRO; the one room that knows DeepSpeed."""
+"""Weights, gradients and optimizer state under DeepSpeed's ZeRO; the only package that uses DeepSpeed."""

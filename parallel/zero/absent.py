@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator for a GPU that is not there: buffers lie on it, and nothing is asked of a driver."""
+"""A DeepSpeed accelerator for an absent GPU: tensors are made on a fake CUDA device, and no driver is called."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class AbsentGpu(SlowFp16):
 
 @contextmanager
 def absent_gpu() -> Iterator[None]:
-    """DeepSpeed's accelerator for a while."""
+    """While entered, DeepSpeed's accelerator is the absent GPU."""
     before = get_accelerator()
     set_accelerator(AbsentGpu())
     try:

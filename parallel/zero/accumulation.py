@@ -1,4 +1,4 @@
-"""Accumulation of gradients: a flat fp32 sum takes a flat gradient of the weights' dtype, in one pass over both.
+"""Gradient accumulation: adds a flat gradient of the weights' dtype to a flat fp32 sum, in one pass over both.
 
 On a GPU torch's own kernels for two dtypes read number by number: on an H200 (torch 2.11) they moved 2.8 TB/s where a
 copy within its memory moved 4.2. Compiled they are vectorized (``docs/performance.md``).
@@ -22,20 +22,23 @@ Take = Callable[[Tensor, Tensor], None]
 
 
 class Accumulation(NamedTuple):
-    """How a flat sum takes a flat gradient. Both change the sum in place, outside of autograd."""
+    """The two operations (sum, gradient) on flat tensors, which change the sum in place, outside of autograd."""
 
-    add: Take  # to what the sum holds
-    write: Take  # over it
+    add: Take  # adds the gradient to the sum
+    write: Take  # overwrites the sum with the gradient
 
 
 def accumulation_by(fuse: Fuse) -> Accumulation:
-    """Compiled on a GPU where chains are; else torch's own."""
+    """The accumulation for a way of computing chains: compiled on GPUs where chains are compiled, else torch's own."""
     return COMPILED if fuse is compiled else PLAIN
 
 
 @torch.no_grad()
 def add(total: Tensor, gradient: Tensor) -> None:
-    """Plainly. On a CPU torch widens the gradient first, whole, in new memory: it goes in pieces."""
+    """Adds the gradient to ``total`` by torch's own kernel.
+
+    On a CPU this is done in pieces, since torch would first widen the whole gradient in new memory.
+    """
     if not total.is_cpu:
         total += gradient
         return
@@ -53,12 +56,12 @@ PLAIN = Accumulation(add, write)
 
 
 def add_in_one_pass(total: Tensor, gradient: Tensor) -> None:
-    """``add``, on a GPU compiled."""
+    """Adds the gradient to ``total``, by a compiled kernel on a GPU."""
     accumulate(total, gradient, adds=True)
 
 
 def write_in_one_pass(total: Tensor, gradient: Tensor) -> None:
-    """``write``, on a GPU compiled."""
+    """Writes the gradient over ``total``, by a compiled kernel on a GPU."""
     accumulate(total, gradient, adds=False)
 
 
@@ -66,7 +69,10 @@ COMPILED = Accumulation(add_in_one_pass, write_in_one_pass)
 
 
 def accumulate(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
-    """One operator, ``roundtable::accumulate(total, gradient, adds)``, of which fake tensors see no more than that."""
+    """Adds the gradient to ``total`` (``adds``), or writes it over ``total``.
+
+    For fake tensors it is one operator, ``roundtable::accumulate(total, gradient, adds)``, that computes nothing.
+    """
     if total.is_cpu:
         (add if adds else write)(total, gradient)
     elif is_plain((total, gradient)):
@@ -78,7 +84,7 @@ def accumulate(total: Tensor, gradient: Tensor, *, adds: bool) -> None:
 
 @torch.no_grad()
 def accumulate_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
-    """What the operator does. Compiled kernels are made for places at which vectors may begin, and for any length."""
+    """The work of the operator: by a compiled kernel if the tensors are aligned for vectors and large enough."""
     is_fit = (total.data_ptr() | gradient.data_ptr()) % ALIGNED == 0
     if not is_fit or not WORTH_IT <= total.numel() < MOST:
         (add if adds else write)(total, gradient)
@@ -87,20 +93,20 @@ def accumulate_there(total: Tensor, gradient: Tensor, adds: bool) -> None:
 
 
 def add_flat(total: Tensor, gradient: Tensor) -> None:
-    """``add``, as it is compiled."""
+    """The addition as a plain function, to be compiled."""
     total.add_(gradient)
 
 
 def write_flat(total: Tensor, gradient: Tensor) -> None:
-    """``write``, as it is compiled."""
+    """The overwriting as a plain function, to be compiled."""
     total.copy_(gradient)
 
 
 @cache
 def _compiled(adds: bool, *_: torch.dtype) -> Direct:
-    """Of one pair of dtypes, so that sizes alone are looked at in each call.
+    """The compiled kernel for one pair of dtypes, so that each call checks sizes only.
 
-    Of its own code object: torch counts the versions that it compiles of each.
+    It has a code object of its own, since torch counts the versions that it compiles of each.
     """
     function = add_flat if adds else write_flat
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -109,7 +115,7 @@ def _compiled(adds: bool, *_: torch.dtype) -> Direct:
 
 @cache
 def _library() -> torch.library.Library:
-    """The operator, defined when it is first called."""
+    """The torch library with the operator, which is defined at the first call."""
     library = torch.library.Library("roundtable", "FRAGMENT")
     library.define("accumulate(Tensor(a!) total, Tensor gradient, bool adds) -> ()")
     library.impl("accumulate", accumulate_there, "CompositeExplicitAutograd")

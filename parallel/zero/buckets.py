@@ -1,7 +1,7 @@
-"""Buckets: the weights whose gradients are reduced by one collective, as soon as a backward pass has made them.
+"""Buckets: sets of weights whose gradients are reduced by one collective, as soon as a backward pass has made them all.
 
-Each bucket is a group of torch's optimizer, so DeepSpeed keeps its masters as one flat tensor of which every replica
-has an equal part: the collective's result is what the rank adds to its sums.
+Each bucket is a parameter group of torch's optimizer, so DeepSpeed keeps its masters as one flat tensor of which every
+replica has an equal part. The collective gives a rank that part of the reduced gradient, to be added to its sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from parallel.mesh import Axis
 from parallel.zero.accumulation import PLAIN, Accumulation
 
 Group = dict[str, Any]  # of torch's optimizer
-Stages = tuple[int, ...]  # of this rank's stages, by their places among them
+Stages = tuple[int, ...]  # some of this rank's stages, numbered from 0 on this rank
 
 
 def stages_of(weight: nn.Parameter, stages: Sequence[AbstractSet[nn.Parameter]]) -> Stages:
-    """The stages that compute with a weight: two where one rank has the embedding at both ends of the model."""
+    """The numbers of this rank's stages that compute with a weight: two for an embedding used at both ends."""
     return tuple(number for number, weights in enumerate(stages) if weight in weights)
 
 
 def cut_into_buckets(groups: Sequence[Group], most: int, alike: Callable[[nn.Parameter], Any]) -> list[Group]:
-    """The optimizer's groups cut into buckets: of each group's weights, in order, as many as have ``most`` elements.
+    """The optimizer's groups divided into buckets of at most ``most`` elements, each of consecutive weights of a group.
 
-    A weight with more elements has a bucket of its own. Those of one bucket are ``alike``.
+    A weight with more elements has a bucket of its own. All weights of one bucket have the same value of ``alike``.
     """
     buckets = []
     for group in groups:
@@ -44,9 +44,10 @@ def cut_into_buckets(groups: Sequence[Group], most: int, alike: Callable[[nn.Par
 
 
 class Bucket:
-    """One bucket on this rank: gradients of the pass under way, and the sum of this rank's part of all before.
+    """One bucket on this rank: the gradients of the present pass, and this rank's part of the sum of earlier passes.
 
-    ``total`` is fp32 and laid out as the bucket's master is. ``numel`` counts all ranks' parts, and the padding.
+    ``total`` is that sum, in fp32 and in the layout of the bucket's master. ``numel`` counts the elements of all ranks'
+    parts, with the padding.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Bucket:
         self.axis = axis
         self.total = total
         self.numel = total.numel() * axis.degree
-        self.made: dict[nn.Parameter, Tensor] = {}  # by weight, what the pass under way has given
-        self.is_begun = False  # whether the total holds something of this step
+        self.made: dict[nn.Parameter, Tensor] = {}  # by weight, the gradients of the present pass
+        self.is_begun = False  # whether the total has gradients of this step
 
     @property
     def padding(self) -> int:
-        """Elements after the last weight's."""
+        """The number of padding elements, which follow those of the last weight."""
         return self.numel - sum(weight.numel() for weight in self.weights)
 
     @property
@@ -77,13 +78,16 @@ class Bucket:
         return len(self.made) == len(self.weights)
 
     def take(self, weight: nn.Parameter) -> None:
-        """Takes a weight's gradient out of its ``.grad``."""
+        """Moves a weight's gradient from its ``.grad`` into the bucket."""
         assert weight.grad is not None and weight not in self.made, "two gradients of one weight in one pass"
         self.made[weight], weight.grad = weight.grad, None
 
     @torch.no_grad()
     def packed(self, dtype: torch.dtype) -> Tensor:
-        """The pass's gradients, laid out as the flat weights are; zeros for those that it did not make."""
+        """The pass's gradients as one flat tensor of ``numel`` elements, in the weights' order; zeros for missing ones.
+
+        The gradients are released.
+        """
         flat = torch.empty(self.numel, dtype=dtype, device=self.total.device)
         start = 0
         for weight in self.weights:
@@ -98,7 +102,7 @@ class Bucket:
 
     @torch.no_grad()
     def add(self, part: Tensor) -> None:
-        """Adds this rank's part of a reduced pass: a step's first is written over what the last step has left."""
+        """Adds this rank's part of a reduced pass to ``total``; a step's first part overwrites the last step's sum."""
         if self.is_begun:
             self.total += part
         else:
@@ -107,7 +111,7 @@ class Bucket:
 
     @torch.no_grad()
     def end(self, factor: float) -> None:
-        """The step's passes are over: the total becomes ``factor`` times the sum."""
+        """Ends a step: ``total`` is multiplied by ``factor``, or is zero if no pass of the step gave a gradient."""
         if self.is_begun:
             self.total *= factor
         else:
@@ -116,9 +120,9 @@ class Bucket:
 
 
 class WholeBucket(Bucket):
-    """A bucket whose passes are added up before they are reduced, in ``whole``: fp32, laid out as the flat weights are.
+    """A bucket whose passes are summed before they are reduced.
 
-    Of it this rank's ``total`` is a part.
+    The sums lie in ``whole``: fp32, in the layout of the flat weights. This rank's ``total`` is a view of its part.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class WholeBucket(Bucket):
         part: Tensor,
         accumulation: Accumulation = PLAIN,
     ) -> None:
-        """``part`` is as long as this rank's part."""
+        """``part``: a tensor with the length and device of this rank's part; its values are not used."""
         numel = part.numel()
         self.whole = torch.zeros(numel * axis.degree, dtype=torch.float32, device=part.device)
         super().__init__(weights, stages, axis, self.whole.narrow(0, axis.rank * numel, numel), accumulation)
@@ -140,7 +144,7 @@ class WholeBucket(Bucket):
 
     @torch.no_grad()
     def take(self, weight: nn.Parameter) -> None:
-        """Adds a weight's gradient to its sum: a step's first is written over what the last step has left."""
+        """Adds a weight's gradient to its sum; a step's first gradient overwrites the previous step's sum."""
         super().take(weight)
         gradient = self.made[weight].reshape(-1)
         if weight in self.begun:
@@ -148,11 +152,11 @@ class WholeBucket(Bucket):
         else:
             self.accumulation.write(self.places[weight], gradient)
         self.begun.add(weight)
-        self.made[weight] = gradient[:0]  # it was made, and is needed no more
+        self.made[weight] = gradient[:0]  # records that the gradient was made; its values are not needed any more
 
     @torch.no_grad()
     def packed(self, dtype: torch.dtype) -> Tensor:
-        """The sums over the passes."""
+        """The flat sums over the step's passes (``whole``), with zeros for weights that got no gradient."""
         assert dtype == self.whole.dtype, "sums in fewer bits lose what is small"
         for weight, place in self.places.items():
             if weight not in self.begun:
@@ -163,17 +167,18 @@ class WholeBucket(Bucket):
 
 
 class Flight:
-    """One bucket's reduction under way."""
+    """One bucket's reduction, from its start until ``land`` waits for it."""
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, *, exchanges: bool) -> None:
-        """Begins it: all ranks of the bucket's axis do, in the same order. Bytes sent: (n-1)/n of the bucket's.
+        """Starts the reduction. All ranks of the bucket's axis start theirs, in the same order.
 
-        ``exchanges``: every rank sends the others their parts as they are, and sums in fp32 what it receives (an
-        all-to-all); else the collective sums on the way (a reduce-scatter).
+        Before: each rank has the whole bucket's gradients, a summand. After ``land``: this rank has the sum of its
+        part. ``exchanges``: an all-to-all sends each rank its part of all summands, which it sums in fp32; else a
+        reduce-scatter sums them in ``dtype``. Bytes: (n-1)/n of the bucket's in ``dtype``, n being the axis's degree.
         """
         self.bucket, self.exchanges = bucket, exchanges
         flat, axis = bucket.packed(dtype), bucket.axis
-        self.sent = flat  # held until it is there
+        self.sent = flat  # held until the collective has ended
         if exchanges:
             self.received = torch.empty_like(flat)
             self.work = dist.all_to_all_single(self.received, flat, group=axis.group, async_op=True)
@@ -182,7 +187,7 @@ class Flight:
             self.work = dist.reduce_scatter_tensor(self.received, flat, group=axis.group, async_op=True)
 
     def land(self) -> None:
-        """Waits for it, and adds the result to the bucket's sum."""
+        """Waits for the reduction, and adds its result to the bucket's sum."""
         assert self.work is not None
         self.work.wait()
         part = self.received

@@ -1,7 +1,8 @@
-"""DeepSpeed as a ZeRO and mixed-precision engine: gradients accumulated, reduced and applied, and nothing more.
+"""The training engine: a model, its optimizer and its gradients under ZeRO and mixed precision, by DeepSpeed.
 
-``engine.forward`` and ``engine.backward`` are bypassed: the caller runs the model itself and calls
-``Engine.backward`` for each micro-batch. Gradients accumulate and reduce in fp32.
+DeepSpeed accumulates, reduces and applies gradients, and does nothing more: its own ``forward`` and ``backward`` are
+not used. The caller runs the model and calls ``Engine.backward`` for each micro-batch. Gradients accumulate and reduce
+in fp32.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,15 +47,19 @@ Gradient = tuple[nn.Parameter, Tensor, float]  # a weight, what this rank holds 
 
 @dataclass
 class StepResult:
-    """What one update did, the same on every rank."""
+    """The result of one update, the same on every rank."""
 
-    grad_norm: float  # before clipping; not finite where a gradient was not
-    skipped: bool  # an overflow: nothing was updated
-    loss_scale: float  # that the step used
+    grad_norm: float  # before clipping; not finite if any gradient was not
+    skipped: bool  # whether nothing was updated, because gradients were not finite or were discarded
+    loss_scale: float  # the one that this step used
 
 
 class Engine:
-    """The model, cast to its precision and wrapped by DeepSpeed, and the fragments of state that this rank owns."""
+    """This rank's part of the model in its precision, with its share of gradients, masters and optimizer states.
+
+    A step is ``backward`` for each micro-batch, or under pp ``run_pipeline``; then ``step`` or ``discard``. All ranks
+    call all of them. ``fragments`` says which elements of which logical tensor this rank's fp32 masters hold.
+    """
 
     def __init__(
         self,
@@ -71,13 +76,17 @@ class Engine:
         fuse: Fuse = plainly,
         products: Products = AS_THEY_ARE,
     ) -> None:
-        """``copies``: how what layers keep for their backward passes goes to the host; None: it stays here."""
+        """Builds the model's part with all weights zero. All ranks call it; ``initialize_weights`` or a load follows.
+
+        ``copies``: how activations that layers save go to the host; None: they stay on the device. ``fuse``: how chains
+        of elementwise work are computed. ``products``: how layers multiply by their weights.
+        """
         self.mesh = mesh
         self.sizes = sizes
         self.fuse = fuse
         self.products = products
-        self.zero = parallel.zero  # for records; what follows from it is the sharding's
-        self.precision: Precision = precision  # for records; what follows from it is the dtype's and the products'
+        self.zero = parallel.zero  # for records only; the code that depends on it is in the sharding
+        self.precision: Precision = precision  # for records; what depends on it is in the dtype and the products
         self.model_config = model_config
         self.layout = layout_of(model_config)
         self.rule = optimizer_config
@@ -111,7 +120,10 @@ class Engine:
         self.reset_states(0)
 
     def open_pipeline(self, pipeline: PipelineConfig, micro_batch_size: int, seq_len: int) -> None:
-        """Makes ``run_pipeline`` and ``evaluate`` work under pp; afterwards ``backward`` is not used."""
+        """Attaches the pipeline schedule. Under pp, call ``run_pipeline`` and ``evaluate`` after it.
+
+        ``backward`` must not be called then. No communication.
+        """
         positions = seq_len // (self.mesh.cp.degree * self.mesh.tp.degree)
         self.pipeline = Pipeline(
             self.model,
@@ -125,9 +137,10 @@ class Engine:
         self.ends = stage_ranks(pipeline, self.mesh.pp.degree)
 
     def run_pipeline(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
-        """All of a step's micro-batches forward and backward through the stages, gradients reduced. All ranks call it.
+        """One Output for each of a step's micro-batches, after their forward and backward passes through all stages.
 
-        ``weight`` is what each summed loss counts in the total; the contexts weigh the auxiliary losses.
+        Afterwards the gradients are reduced. ``weight``: by what each summed loss is multiplied in the total; the
+        contexts weigh the auxiliary losses. All ranks call it.
         """
         with self.sharding.collect(self.add_tied_gradient):
             outputs = self.run_passes(micro_batches, weight)
@@ -135,61 +148,66 @@ class Engine:
         return outputs
 
     def run_passes(self, micro_batches: Sequence[MicroBatch], weight: float) -> list[Output]:
-        """``run_pipeline`` up to the reduction of what it sums at the step's end."""
+        """The forward and backward passes of ``run_pipeline``, before gradients are reduced at the step's end."""
         assert self.pipeline is not None
         return self.pipeline.train(micro_batches, weight * self.loss_factor, self.sharding.after_backward)
 
     def add_tied_gradient(self) -> None:
-        """Where two ranks hold the embedding, one of them beside the head: both get the sum of both gradients."""
+        """Gives both copies of the embedding the sum of both gradients, if the ranks of both pipeline ends hold one."""
         tied = tied_weight(self.model, self.model_config, self.parts, self.mesh.pp.degree)
         if tied is not None:
             other = self.ends[0] if self.holds_second_copy else self.ends[-1]
             add_other_copy(self.sharding.total(tied), self.mesh.pp, other)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Output]:
-        """Forward passes only, under torch.no_grad(). All ranks call it with the same number of micro-batches."""
+        """One Output for each micro-batch, from forward passes alone; call it under torch.no_grad().
+
+        All ranks call it with the same number of micro-batches. Without a pipeline the passes run one by one, as the
+        result is iterated.
+        """
         if self.pipeline is not None:
             return self.pipeline.evaluate(micro_batches)
         return (self.model(batch.tokens_BS, batch.context, batch.targets_BS) for batch in micro_batches)
 
     @property
     def loss_scale(self) -> float:
-        """fp16's factor on the loss, which the gradients bear until they are applied; 1 in other precisions."""
+        """fp16's factor on the loss, which gradients include until they are applied; 1 in other precisions."""
         return self.sharding.loss_scale.value
 
     @property
     def loss_factor(self) -> float:
-        """What each term of the total loss is multiplied by before its backward pass: ``backward`` does it.
+        """The factor on each term of the total loss before its backward pass; ``backward`` multiplies the loss by it.
 
-        The auxiliary losses' weights in the contexts, which are injected into that pass, have to be multiplied by it.
-        It undoes DeepSpeed's averaging over the ranks that replicate dense weights, so that gradients of sums over all
-        ranks come out; and it has the loss scale.
+        The auxiliary losses' weights in the contexts, whose gradients are injected into that pass, must be multiplied
+        by it too. It is the loss scale times the number of ranks that replicate dense weights, which undoes DeepSpeed's
+        averaging over them: gradients are those of sums over all ranks.
         """
         return self.loss_scale * self.mesh.replicas.degree
 
     @property
     def needs_equal_graphs(self) -> bool:
-        """Whether all ranks have to go through the same operations that save something for the backward pass.
+        """Whether all ranks must run the same operations that save tensors for the backward pass.
 
-        Then each module's backward pass communicates, in the order of the graph; and recomputation begins where
-        something was saved first.
+        This is so where backward passes communicate, in the order of the autograd graph; recomputation, too, begins at
+        the operation that saved a tensor first.
         """
         return self.sharding.needs_equal_graphs
 
     def backward(self, loss: Tensor, weight: float, *, last: bool) -> None:
         """One micro-batch's backward pass; ``last`` marks the step's final one. All ranks call it.
 
-        ``loss`` is the sum over this rank's targets, ``weight`` what it counts in the total, 1 / targets of the batch.
-        Gradients are those of the total over all micro-batches and ranks.
+        ``loss`` is the sum over this rank's targets; ``weight`` multiplies it in the total, 1 / targets of the batch
+        for a mean. After the last pass the gradients are reduced: those of the total over all micro-batches and ranks.
         """
         self.sharding.backward(loss * (weight * self.loss_factor), last=last)
         if last:
             self.add_over_tp()
 
     def add_over_tp(self) -> None:
-        """Adds up the gradients of what each rank of tp holds whole, of which each has a summand. All ranks call it.
+        """Sums over tp the gradients of weights that each rank of tp holds whole. All ranks call it.
 
-        Once a step: after the reduction over the replicas, which shard a gradient alike on every rank of tp.
+        Before: a summand on each rank of tp. After: the same sums on all. It is called once a step, after the reduction
+        over the replicas, by which a gradient is sharded alike on every rank of tp.
         """
         if self.mesh.tp.degree > 1:
             held = self.sharding.gradients()
@@ -197,26 +215,28 @@ class Engine:
             sum_together(whole, self.mesh.tp, self.mesh.device)
 
     def gradients(self) -> list[Gradient]:
-        """What this rank holds of the reduced gradients, with its share of each; after the last backward pass.
+        """The weights with this rank's parts of their reduced gradients and its share of each, after the last backward.
 
-        Each counts once over all ranks. They bear the loss scale. What is written into them is what ``step`` applies.
+        The share is 1 / the ranks that hold the same part, or 0 where this rank does not count it, so that over all
+        ranks each gradient counts once. Gradients include the loss scale; ``step`` applies what is written into them.
         """
         held = self.sharding.gradients()
         return [(weight, part, self.weights[weight].is_owner / holders) for weight, part, holders in held]
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The reduced gradient of a fragment's ``flat``, laid out as it is: flat, fp32, loss scale included."""
+        """The reduced gradient of a fragment's tensor ``flat``, in the same layout: flat, fp32, loss scale included."""
         return self.sharding.flat_gradient(flat)
 
     def kept_weights(self) -> dict[str, Tensor]:
-        """What this rank keeps of each weight between steps, in the model's dtype."""
+        """The part of each weight that this rank keeps between steps, in the model's dtype, by name."""
         return {weight.name: self.sharding.kept(parameter) for parameter, weight in self.weights.items()}
 
     def scaled_norm(self) -> Tensor:
-        """The gradient norm before clipping, loss scale included: computed once a step. All ranks call it.
+        """The gradient norm before clipping, loss scale included, computed once a step. All ranks call it.
 
-        An fp32 scalar on the host, where DeepSpeed looks at it. By a scalar of its own a GPU multiplies in a kernel
-        that is not vectorized: clipping took 27 ms of a step of Llama 3 8B on an H200, thrice what its bytes take.
+        It is an fp32 scalar on the host, where DeepSpeed reads it. A GPU multiplies by a scalar on the device in a
+        kernel that is not vectorized: clipping took 27 ms of a step of Llama 3 8B on an H200, thrice what its bytes
+        take.
         """
         if self.measured is None:
             parts = [(gradient, share) for _, gradient, share in self.gradients()]
@@ -224,17 +244,17 @@ class Engine:
         return self.measured
 
     def measure(self) -> float:
-        """The gradient norm before clipping; not finite, on every rank, where any number of any gradient is not.
+        """The gradient norm before clipping, without the loss scale; not finite on any rank if any gradient is not.
 
-        To be followed by ``step`` or ``discard``. All ranks call it after the last micro-batch's backward pass.
+        All ranks call it after the last micro-batch's backward pass; ``step`` or ``discard`` must follow.
         """
         return float(self.scaled_norm()) / self.loss_scale
 
     def announce_change(self) -> None:
-        """Calls ``before_change``: the fp32 masters and optimizer states may change from now on.
+        """Calls the functions in ``before_change``, which return when the masters and optimizer states may change.
 
-        Everything that changes them, or hands out views of them, begins with this. Forward and backward passes do not
-        change them: a checkpoint's copy of them is taken meanwhile.
+        Every method that changes them, or returns views of them, calls this first. Forward and backward passes do not
+        change them, so a checkpoint's copy of them is taken during these.
         """
         for wait in self.before_change:
             wait()
@@ -242,7 +262,7 @@ class Engine:
     def step(self, lr: float) -> StepResult:
         """Clips and applies the gradients. All ranks call it, after the backward pass of the last micro-batch.
 
-        Gradients that are not finite are dropped, as by ``discard``; in fp16 the loss scale then falls.
+        Gradients that are not finite are dropped, and nothing is updated; in fp16 the loss scale is then lowered.
         """
         self.announce_change()
         for group in self.base.param_groups:
@@ -263,16 +283,19 @@ class Engine:
 
     @property
     def can_lower_loss_scale(self) -> bool:
-        """Whether gradients that are not finite may be an overflow, which the loss scaler answers (fp16 only)."""
+        """Whether gradients that are not finite may be an fp16 overflow that a lower loss scale avoids (fp16 only)."""
         return self.sharding.loss_scale.can_fall
 
     def reset_states(self, step: int, kept: Collection[str] = ()) -> None:
-        """Zeroed optimizer states, ``step`` updates old; the caller fills those of ``kept``, which stay as they are."""
+        """Zeroes the optimizer states and sets their update count to ``step``.
+
+        States of the kinds in ``kept`` are left as they are, for the caller to fill.
+        """
         self.announce_change()
         make_states(self.base, self.sharding.updated(), self.rule, step, kept)
 
     def pieces(self, fragment: Fragment) -> dict[str, Tensor]:
-        """The fragment's elements of the fp32 weight and of each of its optimizer states: flat views, writable."""
+        """Writable flat views of the fragment's elements: of the fp32 weight ("weight") and of each optimizer state."""
         self.announce_change()
         state = self.base.state[fragment.flat]
         views = {"weight": fragment.view(fragment.flat.data)}
@@ -280,9 +303,10 @@ class Engine:
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
-        """Step 0: each fragment takes its elements of the logical tensor drawn from (seed, name). All ranks call it.
+        """Fills masters, buffers and weights as before the first update. All ranks call it.
 
-        Experts that this rank does not hold are not drawn.
+        Each fragment gets its elements of the logical tensor drawn from (seed, name), so that the weights are the same
+        under every layout. Experts that this rank does not hold are not drawn.
         """
         self.reset_states(0)
         for fragment in self.fragments:
@@ -295,18 +319,18 @@ class Engine:
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        """Brings the model's weights in line with the fp32 masters. All ranks call it after writing to ``pieces``."""
+        """Copies the fp32 masters into the model's weights. All ranks call it after writing to ``pieces``."""
         self.sharding.publish(self.rule)
         self.products.weights_changed()
 
     def updates(self) -> int:
-        """How many updates the optimizer has made, where its rule counts them (Adam's step); else 0."""
+        """The number of updates that the optimizer has made, if its rule counts them (Adam's step); else 0."""
         if not self.rule.counts_updates:
             return 0
         return int(next(iter(self.base.state.values()))["step"])
 
     def loss_scale_times(self, factor: float) -> AbstractContextManager[None]:
-        """In fp16 the loss scale is ``factor`` times what it was, until the block ends; all ranks give one factor."""
+        """A context in which fp16's loss scale is multiplied by ``factor``, which must be the same on all ranks."""
         return self.sharding.loss_scale.times(factor)
 
     def loss_scaler_state(self) -> dict[str, float]:
@@ -314,5 +338,5 @@ class Engine:
         return self.sharding.loss_scale.state()
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
-        """Puts back what ``loss_scaler_state`` gave."""
+        """Sets the loss scaler's numbers to those that ``loss_scaler_state`` returned."""
         self.sharding.loss_scale.restore(state)

@@ -1,8 +1,8 @@
-"""What DeepSpeed is told of our axes: its groups, and the marks on parameters that it reads.
+"""Describes Roundtable's mesh to DeepSpeed: process groups, and the marks that DeepSpeed reads on parameters.
 
-DeepSpeed knows data parallel (our dp x cp), model parallel (our pp x tp, over which it reduces norms and overflows)
-and experts (replicated over our edp). Experts are a kind of their own whenever the ranks that replicate them are not
-the ones that replicate dense weights.
+DeepSpeed's data parallelism is Roundtable's dp x cp, its model parallelism pp x tp (over which it reduces norms and
+overflows), and its experts are replicated over edp. Experts are treated separately whenever the ranks that replicate
+them are not those that replicate dense weights.
 """
 
 from collections.abc import Collection
@@ -17,11 +17,11 @@ from parallel.layout import Place
 from parallel.mesh import Mesh
 from parallel.zero.weights import HeldWeight
 
-EXPERTS = "roundtable_experts"  # the experts' group, by the name under which DeepSpeed finds it
+EXPERTS = "roundtable_experts"  # the name under which DeepSpeed finds the experts' group
 
 
 def experts_are_separate(mesh: Mesh) -> bool:
-    """Whether experts are replicated over other ranks than dense weights."""
+    """Whether the ranks that replicate experts differ from those that replicate dense weights."""
     return mesh.edp.ranks != mesh.replicas.ranks
 
 
@@ -32,11 +32,11 @@ class Mpu:
         self.mesh = mesh
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks that hold the same dense weights."""
+        """The process group of the ranks that hold the same dense weights."""
         return self.mesh.replicas.group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's position among them."""
+        """This rank's position among the ranks that hold the same dense weights."""
         return self.mesh.replicas.rank
 
     def get_data_parallel_world_size(self) -> int:
@@ -48,11 +48,11 @@ class Mpu:
         return list(self.mesh.replicas.ranks)
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that together hold one copy of the dense weights."""
+        """The process group of the ranks that together hold one copy of the dense weights (pp x tp)."""
         return self.mesh.model.group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's position among them."""
+        """This rank's position among the ranks that together hold one copy of the dense weights."""
         return self.mesh.model.rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -85,7 +85,7 @@ class Mpu:
 
 
 def register_expert_groups(mesh: Mesh) -> None:
-    """Puts the experts' groups where DeepSpeed looks for them."""
+    """Registers the experts' process groups (ep and edp) in DeepSpeed's tables of groups."""
     from deepspeed.utils import groups
 
     for registry, value in (
@@ -98,7 +98,7 @@ def register_expert_groups(mesh: Mesh) -> None:
 
 
 def mark_parameter(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
-    """Sets the attributes by which DeepSpeed tells tp shards and experts from the rest, before it sees them."""
+    """Sets the attributes by which DeepSpeed recognizes tp shards and experts, before it gets the parameter."""
     marks: dict[str, Any] = {}
     if place.is_expert and experts_are_separate(mesh):
         marks |= {"allreduce": False, "group_name": EXPERTS}
@@ -109,7 +109,7 @@ def mark_parameter(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
 
 
 def mark_for_zero3(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
-    """Sets the attributes by which ZeRO 3 cuts experts over the ranks that replicate them."""
+    """Sets the attributes by which ZeRO 3 partitions experts over the ranks that replicate them (edp)."""
     if place.is_expert and experts_are_separate(mesh):
         marks = {
             "ds_zero_partition_process_group": mesh.edp.group,
@@ -123,7 +123,7 @@ def mark_for_zero3(parameter: nn.Parameter, place: Place, mesh: Mesh) -> None:
 def optimizer_groups(
     weights: Collection[HeldWeight], mesh: Mesh, config: OptimizerConfig, widths: Widths
 ) -> list[dict[str, Any]]:
-    """The groups of torch's optimizer; experts, marked, apart from the rest where other ranks replicate them.
+    """The parameter groups of torch's optimizer; experts that other ranks replicate have marked groups of their own.
 
     ``widths`` are the whole model's (modeling.mup.widths_of), not those of the parts that this rank holds.
     """

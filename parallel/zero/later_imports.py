@@ -1,8 +1,8 @@
 """Importing this module imports what NumPy, torch and DeepSpeed otherwise import within their functions.
 
-The fork server of ``parallel.processes.start`` imports it once; left to each rank it took 0.04 of the 0.25 s of
-processor time of a small rank (2 cores, 2026-11-23). A name that another version of a library lacks is passed over:
-whatever needs a module still imports it itself.
+The fork server of ``parallel.processes.start`` imports it once; left to each rank, these imports took 0.04 of the 0.25
+s of processor time of a small rank (2 cores, 2026-11-23). A name that another version of a library lacks is skipped:
+code that needs a module still imports it itself.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The factor by which the loss is multiplied in fp16, so that small gradients are not rounded to zero."""
+"""fp16's loss scale: a factor on the loss, so that small gradients are not rounded to zero."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the loss is to be multiplied by before its backward pass."""
+        """The factor by which the loss must be multiplied before its backward pass."""
         return float(self.scaler.cur_scale) if self.scaler is not None else 1.0
 
     @property
@@ -25,13 +25,13 @@ class LossScale:
         return self.scaler is not None and self.value > self.scaler.min_scale
 
     def after_step(self, overflowed: bool) -> None:
-        """Moves the scale, after the step that it was used in."""
+        """Halves or doubles the scale where that is due, after the step in which it was used."""
         if self.scaler is not None:
             self.scaler.update_scale(overflowed)
 
     @contextmanager
     def times(self, factor: float) -> Iterator[None]:
-        """The scale is ``factor`` times what it was, until the block ends; in fp16 only."""
+        """While entered, the scale is multiplied by ``factor``; afterwards it is as before. Only fp16 is affected."""
         before = self.state()
         if self.scaler is not None:
             self.scaler.cur_scale = self.value * factor
@@ -45,7 +45,7 @@ class LossScale:
         return {name: getattr(self.scaler, name) for name in FIELDS} if self.scaler is not None else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Puts back what ``state`` gave."""
+        """Sets the scaler's numbers to those that ``state`` returned."""
         if self.scaler is not None:
             for name, value in state.items():
                 setattr(self.scaler, name, value)

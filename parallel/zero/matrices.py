@@ -1,11 +1,12 @@
-"""Whole matrices under ZeRO 1 to 3, which deal out elements without regard for where a matrix begins.
+"""Whole matrices for optimizers that need them (Muon), under ZeRO 1 to 3, whose partitions may cut through a matrix.
 
-Each matrix has one owner among the ranks that share its weight's state. The others send it what they have of the
-matrix, it computes, and it sends back to each what lies there. So each matrix is computed once (by all ranks of tp, if
-they cut it), and one that lies on one rank already does not travel: of ZeRO 1's and 2's long partitions, that is most.
+Each matrix has one owner among the ranks that share its weight's state. The other ranks send the owner their elements
+of the matrix; it computes, and sends each rank its elements of the result. So each matrix is computed once (by all
+ranks of tp, if they cut it), and a matrix that lies wholly on one rank is not sent: with the long partitions of ZeRO 1
+and 2, these are most.
 
-That is done in rounds of a bounded size. Those in which matrices travel come first, so that no rank waits for what
-others compute of their own.
+This is done in rounds of a bounded size. Rounds with sends come first, so that no rank waits while others compute
+matrices of their own.
 """
 
 import math
@@ -23,29 +24,29 @@ from parallel.mesh import Axis
 from parallel.zero.fragments import Share
 from parallel.zero.weights import HeldWeight
 
-Flat = tuple[Tensor, Sequence[tuple[HeldWeight, Share | None]]]  # what is updated, and whose elements lie where in it
-Range = tuple[int, int]  # a first element, and how many
+Flat = tuple[Tensor, Sequence[tuple[HeldWeight, Share | None]]]  # an updated tensor, and the weights' shares in it
+Range = tuple[int, int]  # a first element, and the number of elements
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a weight: where its elements lie in the flattened part that this rank computes with."""
+    """One matrix of a weight: elements [start, start + numel) of the flattened part with which this rank computes."""
 
     weight: HeldWeight
     start: int
     numel: int
-    counts: list[int]  # how many of them each rank of the axis updates: a stretch each, in order
-    owner: int  # the rank of the axis that computes with the whole
+    counts: list[int]  # the number of its elements that each rank of the axis updates: consecutive ones, in rank order
+    owner: int  # the position on the axis of the rank that computes with the whole matrix
 
     @property
     def stays(self) -> bool:
-        """Whether its owner has all of it."""
+        """Whether its owner has all of its elements, so that nothing is sent."""
         return self.counts[self.owner] == self.numel
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one weight that this rank owns, and where among what it received their elements lie, in order."""
+    """Matrices of one weight that this rank owns, with the ranges of their elements in what it received, in order."""
 
     weight: nn.Parameter
     shape: tuple[int, ...]
@@ -54,28 +55,34 @@ class Stack:
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices of one flat tensor: they go to the owners in the order of ``own``, back in that of their ``stacks``."""
+    """The plan of one round: some matrices of one flat tensor, sent to their owners, and the results sent back."""
 
     axis: Axis
-    own: list[Range]  # of the flat tensor, what this rank has of each matrix: by owner, then in the weights' order
-    sent: list[int]  # elements for each rank of the axis
-    received: list[int]
-    stacks: list[Stack]
-    travels: bool  # not all lie on their owners alone
+    own: list[Range]  # this rank's elements of the matrices in the flat tensor: by owner, then in the weights' order
+    sent: list[int]  # the number of elements to each rank of the axis
+    received: list[int]  # the number of elements from each rank of the axis
+    stacks: list[Stack]  # the matrices that this rank owns
+    travels: bool  # whether any matrix does not lie wholly on its owner
 
 
 class DealtMatrices(Matrices):
-    """Brings the elements of each matrix to its owner, and what it made of them back."""
+    """Applies an optimizer's function to whole matrices: sends elements to each matrix's owner, and results back."""
 
     def __init__(self, flats: Sequence[Flat], cut: CutMatrices) -> None:
-        """All ranks call it, with the tensors that their optimizers update in the same order."""
+        """Plans all rounds. All ranks call it, with the tensors that their optimizers update, in the same order."""
         super().__init__(cut.at_once)
         self.cut = cut
         loads: dict[tuple[int, ...], list[int]] = defaultdict(list)  # elements that each rank of an axis owns so far
         self.rounds = {flat: plan_rounds(held, loads, self.at_once) for flat, held in flats}
 
     def transform(self, weight: Tensor, read: Read, function: Function, write: Write) -> None:
-        """All ranks that share the state of the flat tensor ``weight`` call it, and all of tp. Padding is left out."""
+        """Writes ``function`` of the whole matrices of the flat tensor ``weight``; its padding is not written.
+
+        Before, ``read`` has this rank's elements; after, ``write`` has been given the results for the same elements.
+        All ranks that share the tensor's state call it, and all of tp. Bytes: those of the elements that leave this
+        rank, on the way to owners and on the way back. Raises ValueError for a tensor whose rule does not take whole
+        matrices.
+        """
         if weight not in self.rounds:
             raise ValueError(
                 "matrices.transform is for weights of groups with takes_whole=True, as the rule says of them"
@@ -99,9 +106,10 @@ class DealtMatrices(Matrices):
 def plan_rounds(
     held: Sequence[tuple[HeldWeight, Share | None]], loads: dict[tuple[int, ...], list[int]], at_once: int
 ) -> list[Round]:
-    """How one flat tensor's matrices travel; adds to ``loads`` what each rank then owns. All ranks call it.
+    """The rounds of one flat tensor. All ranks of its axis call it.
 
-    The rounds in which matrices travel are the same on all ranks of the axis.
+    ``loads``: the elements that each rank of an axis owns so far, by the axis's ranks; this adds to it. Rounds with
+    sends are the same on all ranks of the axis.
     """
     axis = held[0][0].replicas
     shares = shares_of_all(held, axis)
@@ -122,7 +130,10 @@ def plan_rounds(
 
 
 def at_most(matrices: Iterable[Matrix], degree: int, at_once: int) -> Iterator[list[Matrix]]:
-    """Groups in order, at least one matrix each, of which no rank sends or owns more than ``at_once`` elements."""
+    """The matrices in groups, such that no rank sends or owns more than ``at_once`` elements of a group.
+
+    Each group has at least one matrix; a single one may exceed that.
+    """
     group: list[Matrix] = []
     sent, owned = [0] * degree, [0] * degree
     for matrix in matrices:
@@ -138,7 +149,7 @@ def at_most(matrices: Iterable[Matrix], degree: int, at_once: int) -> Iterator[l
 
 
 def plan_round(matrices: Sequence[Matrix], offsets: Mapping[nn.Parameter, int], axis: Axis) -> Round:
-    """One round. ``offsets``: where in the flat tensor a weight's first element lies, or would lie."""
+    """The plan of one round. ``offsets``: where in the flat tensor a weight's first element lies, or would lie."""
     own = []
     for matrix in sorted(matrices, key=lambda matrix: matrix.owner):  # those of one owner stay in order
         if matrix.counts[axis.rank]:
@@ -152,7 +163,7 @@ def plan_round(matrices: Sequence[Matrix], offsets: Mapping[nn.Parameter, int], 
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same elements in the same order, with each range that begins where the one before ends joined to it."""
+    """The same elements in the same order, with neighbouring ranges joined."""
     found: list[Range] = []
     for start, numel in ranges:
         if found and sum(found[-1]) == start:
@@ -163,20 +174,24 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def cat(parts: list[Tensor]) -> Tensor:
-    """The parts behind each other, without a copy of a single one."""
+    """The parts concatenated; a single part is returned as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def shares_of_all(held: Sequence[tuple[HeldWeight, Share | None]], axis: Axis) -> list[list[Range]]:
-    """Which elements of each weight's part each rank of the axis updates. All of them call it; 16 bytes a weight."""
+    """The range of each weight's part that each rank of the axis updates, by rank. All ranks of the axis call it.
+
+    The ranges are all-gathered: each rank has 16 bytes a weight.
+    """
     own = [(0, 0) if share is None else (share.start, share.numel) for _, share in held]
     return gather_parts(torch.tensor([own], device=held[0][0].parameter.device), 0, axis).tolist()
 
 
 def matrices_of(weight: HeldWeight, shares: Sequence[Range], load: list[int]) -> Iterator[Matrix]:
-    """The matrices of which a weight's part is a stack, each given to the rank that has most of it.
+    """The matrices that a weight's part consists of, each owned by the rank that has most of its elements.
 
-    Of several such ranks it is the one that owns least so far (``load``, to which this adds), and then the first.
+    Among equals the owner is the rank that owns the fewest elements so far (``load``, to which this adds), then the
+    first. ``shares``: the range that each rank updates.
     """
     numel = math.prod(weight.held.shape[-2:])
     for start in range(0, math.prod(weight.held.shape), numel):
@@ -187,7 +202,10 @@ def matrices_of(weight: HeldWeight, shares: Sequence[Range], load: list[int]) ->
 
 
 def stacks_of(mine: Sequence[Matrix], received: Sequence[int]) -> list[Stack]:
-    """The matrices that this rank owns, those of one weight together: ``received`` from each rank in their order."""
+    """The matrices that this rank owns, in one Stack for each weight.
+
+    ``received``: the number of elements from each rank, which arrive by rank and within a rank in the matrices' order.
+    """
     ends = [sum(received[:rank]) for rank in range(len(received))]
     pieces: dict[nn.Parameter, list[Range]] = defaultdict(list)
     shapes: dict[nn.Parameter, tuple[int, ...]] = {}

@@ -1,7 +1,8 @@
-"""All that is changed in DeepSpeed: subclasses of its optimizers, and the few of its names that are given other values.
+"""All changes to DeepSpeed: subclasses of its optimizers, and new values for a few names in its modules.
 
-Imported by the fork server, so that no rank waits for it, and before any use of DeepSpeed. Nothing of it is a rebound
-method. tests/multiprocess/test_deepspeed_room.py runs an engine of each kind and sees that DeepSpeed calls all of it.
+The fork server imports this module, so that no rank waits for it, and it must come before any use of DeepSpeed. No
+method of DeepSpeed's is rebound. tests/multiprocess/test_deepspeed_room.py runs an engine of each kind and checks that
+DeepSpeed calls every change.
 """
 
 import os
@@ -37,25 +38,25 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 
 
 def print_nothing(*_: Any, **__: Any) -> None:
-    """In place of a report of memory, which BF16_Optimizer prints on every rank, whatever the logger's level."""
+    """Replaces a memory report that BF16_Optimizer prints on every rank, whatever the logger's level."""
 
 
 def check_nothing(*_: Any, **__: Any) -> None:
-    """In place of a check of ZeRO 3's that broadcasts over the world.
+    """Replaces a check of ZeRO 3's that broadcasts over all ranks.
 
-    The stages of a pipeline come to it at different times and would wait for each other without end.
+    The stages of a pipeline reach it at different times, and would wait for each other for ever.
     """
 
 
 bf16_optimizer.see_memory_usage = print_nothing
 partitioned_param_coordinator.assert_ints_same_as_other_ranks = check_nothing
-# Which optional operators can be built: told before DeepSpeed asks, since it would run compilers for each, on each
+# Which optional operators can be built: set before DeepSpeed finds out, since it would run compilers for each, on each
 # rank; the only one that it then builds (a CPU collective) takes 72 s, and none is needed.
 deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SlowFp16(CPU_Accelerator):
-    """CPUs, with fp16 allowed on all of them: where the processor has no fp16 products it is slow, not wrong."""
+    """DeepSpeed's CPU accelerator with fp16 always allowed: without fp16 instructions it is slow, but not wrong."""
 
     def is_fp16_supported(self) -> bool:
         """Always true."""
@@ -63,18 +64,18 @@ class SlowFp16(CPU_Accelerator):
 
 
 class OwnGpu(CUDA_Accelerator):
-    """GPUs, of which the device itself tells how much memory is free.
+    """DeepSpeed's CUDA accelerator, which asks the device itself how much memory is free.
 
-    Where pynvml is installed DeepSpeed asks the driver by the numbers in CUDA_VISIBLE_DEVICES, where UUIDs may stand.
+    With pynvml installed, DeepSpeed's own asks the driver by the numbers in CUDA_VISIBLE_DEVICES, which may be UUIDs.
     """
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the rank's GPU, or of the one of that number, that nobody has."""
+        """The free memory in bytes of the rank's GPU, or of the one with that number."""
         return torch.cuda.mem_get_info(device_index)[0]
 
 
 def in_place_of(accelerator: Any) -> Any:
-    """Ours, where it is one that we change."""
+    """Roundtable's subclass of this accelerator, if it has one; else the accelerator itself."""
     changed = {CPU_Accelerator: SlowFp16, CUDA_Accelerator: OwnGpu}.get(type(accelerator))
     return accelerator if changed is None else changed()
 
@@ -83,26 +84,28 @@ set_accelerator(in_place_of(get_accelerator()))
 
 
 class GivenNorm:
-    """Of a ZeRO optimizer: the gradient norm is given before each step, not computed by DeepSpeed.
+    """A mixin for a ZeRO optimizer: the gradient norm is given before each step, instead of computed by DeepSpeed.
 
-    DeepSpeed's own runs a collective for each group of parameters, which hangs where a pipeline's stages have different
-    groups. A norm that is not finite makes the step drop the gradients: weights and states stay as they are.
+    DeepSpeed's own computation runs a collective for each group of parameters, which hangs where a pipeline's stages
+    have different groups. A norm that is not finite makes the step drop the gradients: weights and states stay as they
+    are.
     """
 
     given_norm: Tensor | None = None  # fp32 scalar on the host, loss scale included
     is_norm_taken = False
 
     def take_norm(self) -> Tensor:
-        """The norm of this step."""
+        """The norm of this step; records that DeepSpeed has asked for it."""
         assert self.given_norm is not None, "a step without a norm"
         self.is_norm_taken = True
         return self.given_norm
 
 
 class LateLossScale:
-    """Of a ZeRO optimizer: its step leaves fp16's loss scale alone; ``parallel.zero.loss_scale`` moves it afterwards.
+    """A mixin for a ZeRO optimizer: its step keeps fp16's loss scale, which ``parallel.zero.loss_scale`` changes later.
 
-    DeepSpeed moves it before it divides the gradients by it, so in the step where it doubles they come out halved.
+    DeepSpeed changes the scale before it divides the gradients by it, so gradients would be halved in a step in which
+    it doubles.
     """
 
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -110,41 +113,41 @@ class LateLossScale:
 
 
 class ZeroOptimizer12(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer):
-    """DeepSpeed's ZeRO 1 and 2."""
+    """DeepSpeed's optimizer of ZeRO 1 and 2, with the norm given and the loss scale changed afterwards."""
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> Tensor:
-        """What the step clips by."""
+        """The norm by which the step clips: the given one."""
         return self.take_norm()
 
 
 class ZeroOptimizer1GivenSums(ZeroOptimizer12):
-    """DeepSpeed's ZeRO 1 without its sums of gradients: it is given this rank's part of ours, once a step."""
+    """DeepSpeed's ZeRO 1 without its own sums of gradients: once a step it gets this rank's part of Roundtable's."""
 
     def create_gradient_handling_hooks(self) -> None:
-        """None: ``parallel.zero.scattered`` has autograd's hooks."""
+        """Makes no hooks: ``parallel.zero.scattered`` registers its own with autograd."""
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Nothing: a number that is not finite makes the norm so, which the step looks at next, on every rank alike."""
+        """Does nothing: a gradient that is not finite makes the norm so, which the step then checks on every rank."""
 
 
 class ZeroOptimizer3(LateLossScale, GivenNorm, DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's ZeRO 3."""
+    """DeepSpeed's optimizer of ZeRO 3, with the norm given and the loss scale changed afterwards."""
 
     def _get_norm_groups(self) -> list[Tensor]:
         return [self.take_norm()]
 
 
 class Bf16Optimizer(GivenNorm, BF16_Optimizer):
-    """DeepSpeed's ZeRO 1 in bf16. Its step takes norms from functions of its module, which are replaced meanwhile.
+    """DeepSpeed's optimizer of ZeRO 1 in bf16, with the norm given.
 
-    A step's first gradient of a weight is written over what the sum held; DeepSpeed adds it to zeros, which it has to
-    write first.
+    Its step calls functions of its module for norms, which are replaced during the step. A step's first gradient of a
+    weight overwrites its sum; DeepSpeed itself would add it to zeros, which it would have to write first.
     """
 
     accumulation: Accumulation = PLAIN
 
     def _update_hp_grad(self, lp: Any, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
-        """Takes a weight's gradient into its fp32 sum."""
+        """Adds a weight's gradient to its fp32 sum, or overwrites the sum with the step's first gradient."""
         if lp.grad is None:
             return
         total = self.fp32_groups_gradients[group_idx][param_idx]
@@ -158,12 +161,12 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
             lp.grad.zero_()
 
     def clear_hp_grads(self) -> None:
-        """Begins new sums. What the old ones hold stays until then."""
+        """Marks all sums as begun anew: each keeps its old values until the first gradient overwrites them."""
         for group, gradients in enumerate(self.fp32_groups_gradients):
             self.fp32_groups_has_gradients[group] = [False] * len(gradients)
 
     def step(self, closure: Any = None) -> None:
-        """Makes one update, clipped by our norm."""
+        """Makes one update, clipped by the given norm."""
         with replaced(
             bf16_optimizer,
             get_global_norm_of_tensors=self.norm_of_dense,
@@ -172,15 +175,15 @@ class Bf16Optimizer(GivenNorm, BF16_Optimizer):
             super().step(closure)
 
     def norm_of_dense(self, **_: Any) -> Tensor:
-        """The norm of all gradients, where DeepSpeed asks for that of the dense ones."""
+        """The given norm of all gradients, where DeepSpeed would compute that of the dense ones."""
         return self.take_norm()
 
     def norm_with_experts(self, norm: Tensor, **_: Any) -> Tensor:
-        """``norm`` as it is: ``norm_of_dense`` has given that of all gradients, the experts' included."""
+        """``norm`` unchanged: it came from ``norm_of_dense``, and includes the experts' gradients already."""
         return norm
 
 
-# For each of our optimizers: the module in which DeepSpeed looks for its own, and under which name.
+# For each optimizer class above: the module in which DeepSpeed looks for its own class, and under which name.
 LOOKED_UP: dict[type, tuple[Any, str]] = {
     ZeroOptimizer12: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
     ZeroOptimizer1GivenSums: (deepspeed.runtime.engine, "DeepSpeedZeroOptimizer"),
@@ -190,19 +193,19 @@ LOOKED_UP: dict[type, tuple[Any, str]] = {
 
 
 class ExpertsAreHere(MoE):
-    """A module without weights by which DeepSpeed's engine notices that a model has experts (ZeRO 1 and 2)."""
+    """A module without weights that makes DeepSpeed's engine treat a model as one with experts (ZeRO 1 and 2)."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.num_experts = 1  # read, and used for checkpoints of DeepSpeed's own only
+        self.num_experts = 1  # DeepSpeed reads it, but uses it only for its own checkpoints
 
     def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
-        """Nothing: the experts' groups are registered by ``parallel.zero.groups``."""
+        """Does nothing: ``parallel.zero.groups`` registers the experts' groups."""
 
 
 @contextmanager
 def replaced(module: Any, **values: Any) -> Iterator[None]:
-    """Other values of a module's names for a while. The module must have the names."""
+    """While entered, names of a module have other values. The module must have these names."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -214,9 +217,9 @@ def replaced(module: Any, **values: Any) -> Iterator[None]:
 
 
 def in_place_of_local_rank(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make`` with LOCAL_RANK being the device's number, which is what DeepSpeed takes it for.
+    """``make``, called with LOCAL_RANK set to the number of the rank's device, as DeepSpeed expects.
 
-    It is another where a rank sees its own GPU alone (``parallel.processes.device``).
+    The two differ where a rank sees only its own GPU (``parallel.processes.device``).
     """
     device = own_device()
 
@@ -234,8 +237,9 @@ def in_place_of_local_rank(make: Callable[..., Any]) -> Callable[..., Any]:
 def initialize(optimizer_class: type | None, shows_experts: bool, model: nn.Module, **options: Any) -> Any:
     """DeepSpeed's engine around the model, with an optimizer of ``optimizer_class``. All ranks call it.
 
-    DeepSpeed makes its optimizer by name and takes no class for it, so ours bears that name meanwhile. None: DeepSpeed
-    wraps the optimizer in none of its own (ZeRO 0). ``shows_experts``: a module shows that the model has experts.
+    DeepSpeed looks up its optimizer class by name, so ``optimizer_class`` has that name during the call. None:
+    DeepSpeed does not wrap torch's optimizer (ZeRO 0). ``shows_experts``: a temporary module shows DeepSpeed that the
+    model has experts.
     """
     make = in_place_of_local_rank(deepspeed.initialize)
     if shows_experts:

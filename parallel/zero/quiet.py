@@ -1,7 +1,7 @@
-"""The first import of DeepSpeed: without torch's compiler, and without its word on the accelerator that it finds.
+"""Imports DeepSpeed for the first time, without loading torch's compiler and without its log line on the accelerator.
 
-Each of its ZeRO optimizers imports its Muon, which no run takes and whose decorator torch.compile imports the compiler:
-2 s of processor time in each process (2 cores, 2026-11-22).
+Each of DeepSpeed's ZeRO optimizers imports its Muon, which no run uses and whose decorator, torch.compile, would import
+the compiler: 2 s of processor time in each process (2 cores, 2026-11-22).
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 
 
 def _leave_as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """torch.compile, as a decorator with or without arguments, that compiles nothing."""
+    """A stand-in for the decorator torch.compile, with or without arguments, that compiles nothing."""
     return function if function is not None else lambda decorated: decorated
 
 

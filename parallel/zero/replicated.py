@@ -14,25 +14,25 @@ from parallel.zero.weights import HeldWeight
 
 
 class Replicated(Sharding):
-    """DeepSpeed reduces gradients and leaves the rest to torch's optimizer."""
+    """ZeRO 0: DeepSpeed averages gradients over the replicas, and torch's optimizer does the rest."""
 
     stage = 0
     clips = False  # DeepSpeed's norm at this stage is wrong for experts
 
     def optimizer_class(self) -> None:
-        """None, since torch's optimizer is left as it is."""
+        """None, since DeepSpeed does not wrap torch's optimizer."""
 
     def gradients(self) -> list[HeldGradient]:
-        """Each weight's whole gradient, which every replica holds."""
+        """The weights with their whole gradients, which every replica holds."""
         weights = self.weights.items()
         return [(p, p.grad, weight.replicas.degree) for p, weight in weights if p.grad is not None]
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The weight's whole gradient in fp32; zeros where no pass gave it one."""
+        """The weight's whole gradient, flat in fp32; zeros where no pass gave it one."""
         return (flat.new_zeros(flat.shape) if flat.grad is None else flat.grad.detach()).float().view(-1)
 
     def share_of(self, weight: HeldWeight) -> Share | None:
-        """An even share, so that replicas write every element of a checkpoint once: the whole master is here."""
+        """An even share of the weight, though this rank has all of it: so each element is saved by one replica."""
         start, numel = even_share(weight.parameter.numel(), weight.replicas)
         return Share(start, numel, weight.parameter, start) if numel > 0 else None
 
@@ -41,11 +41,11 @@ class Replicated(Sharding):
         return [(parameter, [parameter]) for parameter in self.weights]
 
     def matrices(self, rule: UpdateRule) -> CutMatrices:
-        """Every rank has whole what tp does not cut, and computes it."""
+        """The object that gathers the matrices that tp cuts; every rank has all others whole."""
         return self.cut_matrices()
 
     def step(self, norm: Tensor) -> bool:
-        """Clips and applies the gradients, or drops them."""
+        """Clips by ``norm`` and applies the gradients, or drops them if it is not finite (then True)."""
         value = float(norm)
         if not math.isfinite(value):
             self.drop()
@@ -62,7 +62,7 @@ class Replicated(Sharding):
         self.deepspeed.zero_grad()
 
     def publish(self, rule: UpdateRule) -> None:
-        """Each rank wrote its shares; the others send theirs."""
+        """Completes every weight and its states from all replicas' shares, of which each rank has written its own."""
         for parameter, weight in self.weights.items():
             states = self.base.state[parameter]
             for whole in (parameter, *(states[name] for name in rule.states_of(weight.weight))):
@@ -70,7 +70,10 @@ class Replicated(Sharding):
 
 
 def complete(whole: Tensor, axis: Axis) -> None:
-    """Completes a tensor of which each rank of the axis wrote its even share. All ranks of the axis call it."""
+    """Completes a tensor of which each rank of the axis has written its even share. All ranks of the axis call it.
+
+    Before: each rank's own share is valid. After: the same whole tensor on all. Each rank broadcasts its share.
+    """
     flat = whole.data.view(-1)
     size = -(-flat.numel() // axis.degree)
     for position, rank in enumerate(axis.ranks):

@@ -1,8 +1,8 @@
-"""ZeRO 1 whose gradients are reduced in buckets during backward passes, each rank getting the part that it updates.
+"""ZeRO 1 whose gradients are reduce-scattered in buckets during backward passes: a rank gets the part that it updates.
 
 While one bucket is on its way the pass goes on (Megatron's ``overlap_grad_reduce``). Where each micro-batch's gradients
-are reduced, a rank holds no whole gradients between passes, and what is sent is M times that of one reduction a step,
-for M micro-batches. Receivers that sum in fp32 are Megatron's ``reduce_scatter_with_fp32_accumulation``.
+are reduced, a rank holds no whole gradients between passes, and M micro-batches send M times the bytes of one reduction
+a step. Summing in fp32 on the receiving rank is Megatron's ``reduce_scatter_with_fp32_accumulation``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from parallel.zero.sharding import HeldGradient
 from parallel.zero.weights import HeldWeight
 from parallel.zero.zero12 import Zero1
 
-MOST_FLIGHTS = 2  # buckets on their way at once: what they hold is memory
+MOST_FLIGHTS = 2  # buckets on their way at once, a bound since each holds memory
 
 
 class Zero1Scattered(Zero1):
-    """In every precision. Gradients are widened to fp32 and summed on their way (reduce-scatter).
+    """ZeRO 1, in every precision, that reduces each micro-batch's gradients, widened to fp32, by reduce-scatters.
 
-    Every pass reduces the buckets of its stage in one order, which begins with the last layers; each as soon as it and
-    those before it are complete, the rest at the pass's end. So all replicas issue the same collectives in the same
-    order, among those of other axes too (``needs_equal_graphs``).
+    Every pass reduces the buckets of its stage in one fixed order, which begins with the last layers: each bucket as
+    soon as it and those before it are complete, the rest at the pass's end. So all replicas issue the same collectives
+    in the same order, also relative to those of other axes (``needs_equal_graphs``).
     """
 
     needs_equal_graphs = True
@@ -38,13 +38,16 @@ class Zero1Scattered(Zero1):
     bucket_class: ClassVar[type[Bucket]] = Bucket
 
     def optimizer_class(self) -> type:
-        """Our subclass of DeepSpeedZeroOptimizer to which we give the sums."""
+        """The subclass of DeepSpeedZeroOptimizer that is given the sums of gradients."""
         return self.patches.ZeroOptimizer1GivenSums
 
     def cut_groups(
         self, groups: list[Group], stages: Sequence[Collection[nn.Parameter]], tied: nn.Parameter | None
     ) -> list[Group]:
-        """Buckets: of weights of the same stages, and one of the tied weight, so that both its ranks cut it alike."""
+        """The groups divided into buckets. The weights of one bucket are of the same stages.
+
+        The tied weight has a bucket of its own, so that both ranks that hold a copy partition it alike.
+        """
         self.stages = [set(weights) for weights in stages]
 
         def alike(weight: nn.Parameter) -> tuple[tuple[int, ...], bool]:
@@ -53,7 +56,7 @@ class Zero1Scattered(Zero1):
         return cut_into_buckets(groups, self.reduced, alike)
 
     def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
-        """As ``Zero1``, and has autograd give each gradient to its bucket."""
+        """Hands model and optimizer to DeepSpeed, makes the buckets, and hooks each weight's gradient (``take``)."""
         super().open(model, base, weights)
         self.flights: list[Flight] = []
         self.buckets = [
@@ -70,25 +73,25 @@ class Zero1Scattered(Zero1):
         places = {weight: place for place, weight in enumerate(weights)}
         self.in_order = sorted(self.buckets, key=lambda bucket: -min(places[weight] for weight in bucket.weights))
         self.orders = [[each for each in self.in_order if number in each.stages] for number in range(len(self.stages))]
-        self.n_launched = [0 for _ in self.stages]  # of each stage's order, in the pass under way
+        self.n_launched = [0 for _ in self.stages]  # by stage, buckets of its order launched in the present pass
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self.take)
 
     def take(self, weight: Tensor) -> None:
-        """Called by autograd when a pass has made a weight's gradient."""
+        """Called by autograd when a pass has made a weight's gradient: moves it to its bucket, and launches buckets."""
         assert isinstance(weight, nn.Parameter)
         bucket = self.bucket_of[weight]
         bucket.take(weight)
-        if self.reduces_now and len(bucket.stages) == 1:  # whose pass this is of two stages, its end tells
+        if self.reduces_now and len(bucket.stages) == 1:  # with two stages, the pass's end tells which
             self.launch(bucket.stages[0], all_of_them=False)
 
     @property
     def reduces_now(self) -> bool:
-        """Whether the gradients of the pass under way are reduced."""
+        """Whether the gradients of the present pass are reduced during it."""
         return True
 
     def launch(self, stage: int, *, all_of_them: bool) -> None:
-        """Begins to reduce the stage's next buckets, while they are complete."""
+        """Starts reducing the stage's next buckets, up to the first incomplete one, or ``all_of_them``."""
         order = self.orders[stage]
         while self.n_launched[stage] < len(order):
             bucket = order[self.n_launched[stage]]
@@ -98,7 +101,7 @@ class Zero1Scattered(Zero1):
             self.reduce(bucket)
 
     def reduce(self, bucket: Bucket) -> None:
-        """Begins to reduce one bucket; where no other rank has its weights, adds it up at once."""
+        """Starts reducing one bucket; where no other rank holds its weights, adds its gradients to the sum at once."""
         if bucket.axis.degree == 1:
             bucket.add(bucket.packed(torch.float32))
             return
@@ -108,33 +111,36 @@ class Zero1Scattered(Zero1):
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype of what is sent."""
+        """The dtype in which gradients are sent."""
         return torch.float32
 
     def end_pass(self, stage: int) -> None:
-        """Begins to reduce what one pass through a stage has left. The ranks of the stage's replicas all call it."""
+        """Ends one pass through a stage: starts reducing its remaining buckets. All replicas of the stage call it."""
         for bucket in self.orders[stage]:
             for weight in bucket.weights:
-                if weight.grad is not None:  # zero-bubble schedules make gradients without autograd's hooks
+                if weight.grad is not None:  # zero-bubble schedules make gradients without calling autograd's hooks
                     bucket.take(weight)
         if self.reduces_now:
             self.launch(stage, all_of_them=True)
         self.n_launched[stage] = 0
 
     def land_all(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for all reductions that are on their way."""
         while self.flights:
             self.flights.pop(0).land()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """One pass, whose gradients are reduced meanwhile."""
+        """One micro-batch's backward pass, whose gradients are reduced during it."""
         torch.autograd.backward(loss)
         self.end_pass(0)
         if last:
             self.reduce_all()
 
     def reduce_all(self) -> None:
-        """Gives DeepSpeed this rank's parts, averaged as it averages: over the ranks that replicate dense weights."""
+        """Gives DeepSpeed this rank's parts of the sums, divided by the number of ranks that replicate dense weights.
+
+        Waits for the reductions first. Division by that number is DeepSpeed's own averaging.
+        """
         self.land_all()
         for group, bucket in enumerate(self.buckets):
             bucket.end(1 / self.mesh.replicas.degree)
@@ -142,7 +148,10 @@ class Zero1Scattered(Zero1):
 
     @contextmanager
     def collect(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Gradients are reduced within; copies of a tied weight add up their parts."""
+        """The context of a pipeline's passes, which reduce gradients; on leaving, all reductions end.
+
+        Then ``finish`` is called, by which copies of a tied weight add up their parts.
+        """
         yield
         self.reduce_what_is_left()
         self.land_all()
@@ -150,21 +159,21 @@ class Zero1Scattered(Zero1):
         self.reduce_all()
 
     def reduce_what_is_left(self) -> None:
-        """Does nothing: the passes of a pipeline have reduced all."""
+        """Does nothing here: the passes of a pipeline have reduced all buckets."""
 
     def after_backward(self, stage: nn.Module) -> None:
-        """The end of one micro-batch's pass through a stage."""
+        """Ends one micro-batch's pass through a stage of the pipeline."""
         weights = set(stage.parameters())
         self.end_pass(next(number for number, each in enumerate(self.stages) if weights == each))
 
     def total(self, weight: nn.Parameter) -> Tensor:
-        """This rank's part of the sum, in a bucket of the weight alone."""
+        """This rank's part of the sum of a tied weight's gradients, which has a bucket of its own."""
         bucket = self.bucket_of[weight]
         assert bucket.weights == [weight] and bucket.is_begun, "a tied weight has a bucket, and takes part in each pass"
         return bucket.total
 
     def gradients(self) -> list[HeldGradient]:
-        """This rank's parts of the gradients that are reduced."""
+        """The weights with this rank's parts of their reduced gradients."""
         found: list[HeldGradient] = []
         for bucket in self.buckets:
             for parameter in bucket.weights:
@@ -174,14 +183,14 @@ class Zero1Scattered(Zero1):
         return found
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The bucket's sum, padding last."""
+        """This rank's part of the bucket's summed gradients, with the padding last."""
         return self.buckets[position(self.optimizer.single_partition_of_fp32_groups, flat)].total
 
 
 class Zero1Exchanged(Zero1Scattered):
-    """Gradients travel in the weights' dtype, as autograd made them; every rank sums in fp32 what it receives.
+    """Sends gradients in the weights' dtype, as autograd made them, by all-to-alls; each rank sums them in fp32.
 
-    Nothing is rounded that was not: half the bytes of fp32 where weights have 16 bits, for the same sums but for the
+    Nothing more is rounded: with 16-bit weights half of fp32's bytes are sent, and the sums are the same except for the
     order of their summands.
     """
 
@@ -189,14 +198,14 @@ class Zero1Exchanged(Zero1Scattered):
 
     @property
     def wire(self) -> torch.dtype:
-        """The weights' dtype."""
+        """The dtype in which gradients are sent: the weights' own."""
         return self.dtype
 
 
 class Zero1OfLastPass(Zero1Scattered):
-    """Sums of whole gradients stay until the step's last backward pass, during which they are reduced.
+    """Sums whole gradients over the micro-batches, and reduces the sums during the step's last backward pass.
 
-    Under a pipeline they are reduced when the rank's last pass is over. What is sent is half of an all-reduce's.
+    Under a pipeline they are reduced when the rank's last pass is over. Half the bytes of an all-reduce are sent.
     """
 
     scatters = False
@@ -209,18 +218,18 @@ class Zero1OfLastPass(Zero1Scattered):
         return self.is_last
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """One pass; the last one's buckets are reduced meanwhile."""
+        """One micro-batch's backward pass; during a step's last one the buckets are reduced."""
         self.is_last = last
         super().backward(loss, last=last)
         self.is_last = False
 
     def end_pass(self, stage: int) -> None:
-        """A weight that the pass gave no gradient is none of the next pass's."""
+        """Ends one pass through a stage: which weights got a gradient in it is forgotten before the next pass."""
         super().end_pass(stage)
         for bucket in self.orders[stage]:
             bucket.made.clear()
 
     def reduce_what_is_left(self) -> None:
-        """Reduces all buckets."""
+        """Starts reducing all buckets, after a pipeline's last pass."""
         for bucket in self.in_order:
             self.reduce(bucket)

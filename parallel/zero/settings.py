@@ -1,4 +1,4 @@
-"""DeepSpeed's settings."""
+"""The configuration that is passed to DeepSpeed."""
 
 from typing import Any
 
@@ -19,17 +19,18 @@ def deepspeed_config(
     offload: bool = False,
     pin_memory: bool = False,
 ) -> dict[str, Any]:
-    """DeepSpeed's settings. Each one but its sizes is there because its default is wrong or slow for us.
+    """DeepSpeed's configuration. Every setting but the sizes is there because its default would be wrong or slow here.
 
-    ``clip_norm``: what DeepSpeed clips by; None: nothing. ``accumulates``: the dtype of its sums of gradients.
-    ``offload``: the optimizer is the host's, in page-locked memory with ``pin_memory``.
+    ``zero``: the stage. ``precision``: fp32, bf16 or fp16. ``clip_norm``: the norm by which DeepSpeed clips; None: it
+    does not clip. ``accumulates``: the dtype of DeepSpeed's sums of gradients. ``offload``: the optimizer is on the
+    host, in page-locked memory with ``pin_memory``.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": 1,  # we scale the loss and mark the boundary ourselves
+        "gradient_accumulation_steps": 1,  # Roundtable scales the loss and marks the last micro-batch itself
         "zero_optimization": {
             "stage": zero,
-            "overlap_comm": False,  # overlap with late boundaries is silently wrong
+            "overlap_comm": False,  # silently wrong where the last micro-batch is marked late
             "reduce_bucket_size": sizes.bucket,
             "allgather_bucket_size": sizes.bucket,
             "stage3_param_persistence_threshold": sizes.persistent,
@@ -45,9 +46,9 @@ def deepspeed_config(
     }
     if offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
-        config["zero_force_ds_cpu_optimizer"] = False  # else torch's is refused
+        config["zero_force_ds_cpu_optimizer"] = False  # else torch's own optimizer is refused
     if precision != "fp32":
-        config["data_types"] = {"grad_accum_dtype": accumulates}  # left alone, DeepSpeed sums in 16 bits
+        config["data_types"] = {"grad_accum_dtype": accumulates}  # by default DeepSpeed sums in 16 bits
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
     if precision == "fp16":

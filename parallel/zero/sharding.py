@@ -1,7 +1,7 @@
-"""How DeepSpeed holds a model's state: what every way of it offers to the engine.
+"""The interface to the engine of every way in which DeepSpeed shards a model's state over ranks (ZeRO 0 to 3).
 
 Between two steps a rank holds weights in the model's dtype, fp32 masters and optimizer states; during a step, gradients
-too. Which part of each it holds, and under which of DeepSpeed's names, is known to one class for each way alone.
+too. For each way one subclass knows which part of each a rank holds, and under which of DeepSpeed's names.
 """
 
 from abc import ABC, abstractmethod
@@ -32,28 +32,29 @@ from parallel.zero.settings import deepspeed_config
 from parallel.zero.weights import HeldWeight
 
 Precision = Stored
-HeldGradient = tuple[nn.Parameter, Tensor, int]  # a weight, what this rank holds of its gradient, how many ranks do
+HeldGradient = tuple[nn.Parameter, Tensor, int]  # a weight, this rank's part of its gradient, how many ranks hold that
 
 
 class Sharding(ABC):
-    """One way of holding state. Made before the model, whose weights ``adopt`` takes one by one; then ``open``ed.
+    """One way of sharding weights, gradients and optimizer state over the ranks that replicate a weight.
 
-    A step is: ``backward`` for each micro-batch, or passes inside ``collect``; then the gradients are there, reduced
-    and averaged over the ranks that replicate dense weights; then ``step`` or ``drop``. All ranks call all of them.
+    It is made before the model; ``adopt`` then takes each weight as it is made, and ``open`` the whole model. A step is
+    ``backward`` for each micro-batch, or passes inside ``collect``, after which the gradients are reduced and averaged
+    over the ranks that replicate dense weights; then ``step`` or ``drop``. All ranks call all of them.
     """
 
-    stage: ClassVar[int]  # DeepSpeed's number for it
-    clips: ClassVar = True  # whether DeepSpeed clips; else ``step`` does
-    shows_experts: ClassVar = True  # whether DeepSpeed learns of experts by a module of its own kind
+    stage: ClassVar[int]  # DeepSpeed's ZeRO stage
+    clips: ClassVar = True  # whether DeepSpeed clips gradients; else ``step`` does
+    shows_experts: ClassVar = True  # whether a module of DeepSpeed's own class must show it that there are experts
     # Whether backward passes communicate, in the order of the graph, which therefore has to be the same on all ranks.
     needs_equal_graphs: ClassVar = False
-    weights_stay: ClassVar = True  # whether a weight lies between the passes where it is during them
+    weights_stay: ClassVar = True  # whether weights stay in memory from the forward to the backward pass
     rounds_sums: ClassVar = False  # whether DeepSpeed is given a pipeline's fp32 sums in the weights' dtype
     masters_on_host: ClassVar = (
         False  # whether masters, optimizer states and reduced gradients are in the host's memory
     )
-    zeroes_sums: ClassVar = True  # whether sums of gradients are set to zero before a step's first are added to them
-    sums_here: ClassVar = False  # whether gradients are summed by us, not by DeepSpeed
+    zeroes_sums: ClassVar = True  # whether sums of gradients are zeroed before a step's first gradients are added
+    sums_here: ClassVar = False  # whether Roundtable sums the gradients, not DeepSpeed
     scatters: ClassVar = False  # whether each micro-batch's gradients are reduced into sums of this rank's part alone
 
     def __init__(
@@ -65,7 +66,7 @@ class Sharding(ABC):
         sizes: Sizes,
         accumulation: Accumulation = PLAIN,
     ) -> None:
-        """``accumulation``: how fp32 sums that are not DeepSpeed's own take gradients."""
+        """``accumulation``: how gradients are added to fp32 sums that are not DeepSpeed's own."""
         import parallel.zero.patches as patches
 
         self.patches = patches
@@ -89,20 +90,21 @@ class Sharding(ABC):
         register_expert_groups(mesh)
 
     def adopt(self, parameter: nn.Parameter, place: Place) -> None:
-        """Takes a weight that was just made, before DeepSpeed sees the model."""
+        """Marks a weight that was just made with the attributes that DeepSpeed reads, before it gets the model."""
         mark_parameter(parameter, place, self.mesh)
 
     def cut_groups(
         self, groups: list[Group], stages: Sequence[Collection[nn.Parameter]], tied: nn.Parameter | None
     ) -> list[Group]:
-        """The optimizer's groups, cut further where DeepSpeed's flat tensors are to hold less; here as they are.
+        """The optimizer's groups, each of which DeepSpeed keeps as one flat tensor; unchanged here.
 
-        ``stages`` are the weights of each of this rank's stages, ``tied`` the one of which another rank holds a copy.
+        Subclasses may divide them. ``stages``: the weights of each of this rank's pipeline stages. ``tied``: the weight
+        of which another rank holds a copy.
         """
         return groups
 
     def open(self, model: Decoder, base: torch.optim.Optimizer, weights: Mapping[nn.Parameter, HeldWeight]) -> None:
-        """Hands the model, and torch's optimizer of it, to DeepSpeed."""
+        """Hands the model and its torch optimizer to DeepSpeed. All ranks call it."""
         self.model, self.base, self.weights = model, base, weights
         has_experts = any(weight.place.is_expert for weight in weights.values())
         self.deepspeed = self.patches.initialize(
@@ -114,13 +116,13 @@ class Sharding(ABC):
             mpu=Mpu(self.mesh),
             dist_init_required=False,
         )
-        self.deepspeed.enable_backward_allreduce = False  # gradients are reduced when we say so
+        self.deepspeed.enable_backward_allreduce = False  # Roundtable decides when gradients are reduced
         self.optimizer: Any = self.deepspeed.optimizer
         self.loss_scale = LossScale(self.optimizer.loss_scaler if self.dtype == torch.float16 else None)
 
     @abstractmethod
     def optimizer_class(self) -> type | None:
-        """The class of DeepSpeed's optimizer, from ``parallel.zero.patches``; None: it wraps torch's in none."""
+        """The class of DeepSpeed's optimizer, from ``parallel.zero.patches``; None: torch's own is not wrapped."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """One micro-batch's backward pass; ``last`` marks the step's final one."""
@@ -130,16 +132,16 @@ class Sharding(ABC):
             self.reduce_all()
 
     def reduce_all(self) -> None:
-        """What has been summed is reduced now, by one call of DeepSpeed's."""
+        """Averages the summed gradients over the replicas, by one call of DeepSpeed's. All ranks call it."""
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.deepspeed.allreduce_gradients(self.bucket)
 
     @contextmanager
     def collect(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Around one step's passes, where ``backward`` is not used: on leaving, gradients are reduced.
+        """Around one step's passes under a pipeline, in place of ``backward``: on leaving, gradients are reduced.
 
-        After each micro-batch's backward pass through a stage, ``after_backward`` is called. ``finish`` is called when
-        the sums are complete and before they are reduced (tied weights).
+        Inside it, ``after_backward`` must be called after each micro-batch's backward pass through a stage. ``finish``
+        is called when the sums are complete, while ``total`` may still be changed (for tied weights).
         """
         self.deepspeed.set_gradient_accumulation_boundary(False)
         yield
@@ -147,39 +149,39 @@ class Sharding(ABC):
         self.reduce_all()
 
     def after_backward(self, stage: nn.Module) -> None:
-        """Inside ``collect``: takes one micro-batch's gradients of a stage's weights. In fp32 autograd sums them."""
+        """Takes one micro-batch's gradients of a stage's weights, inside ``collect``; in fp32 autograd sums them."""
         assert self.dtype == torch.float32, "sums in 16 bits lose what is small"
 
     def total(self, weight: nn.Parameter) -> Tensor:
-        """Where a weight's sum lies, to be changed in place in ``collect``'s ``finish``."""
+        """The tensor with a weight's summed gradient, which ``collect``'s ``finish`` may change in place."""
         assert weight.grad is not None, "every weight takes part in every backward pass"
         return weight.grad
 
     @abstractmethod
     def gradients(self) -> list[HeldGradient]:
-        """What this rank holds of the reduced gradients, loss scale included: DeepSpeed's own tensors, writable."""
+        """This rank's parts of the reduced gradients, loss scale included: writable tensors, which ``step`` applies."""
 
     @abstractmethod
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The gradient of a tensor that the optimizer updates, laid out as it is: one flat fp32 tensor."""
+        """The gradient of a tensor that the optimizer updates, as a flat fp32 tensor in the same layout."""
 
     @abstractmethod
     def share_of(self, weight: HeldWeight) -> Share | None:
-        """Where the elements lie of which this rank holds the fp32 master; None where it holds none of this weight."""
+        """The weight's elements whose fp32 master this rank holds, and where it lies; None where it holds none."""
 
     @abstractmethod
     def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """The fp32 tensors that torch's optimizer updates, each with the weights whose elements are dealt out in it.
+        """The fp32 tensors that torch's optimizer updates, each with the weights whose elements are divided over it.
 
-        On every rank as many and in the same order; this rank may have none of some weight's elements.
+        Every rank has as many, in the same order. This rank's tensor may have no element of some of the weights.
         """
 
     def updated(self) -> list[tuple[Tensor, Weight]]:
-        """The fp32 tensors that torch's optimizer updates on this rank, each with what one of its weights is."""
+        """The fp32 tensors that torch's optimizer updates on this rank, each with the Weight of one tensor in it."""
         return [(flat, self.weights[parameters[0]].weight) for flat, parameters in self.flats()]
 
     def matrices(self, rule: UpdateRule) -> Matrices:
-        """What makes the matrices whole that the rule's updates need so."""
+        """The object that gathers whole matrices for a rule whose updates need them (Muon). All ranks call it."""
         taken = [
             (flat, [(self.weights[parameter], self.share_of(self.weights[parameter])) for parameter in parameters])
             for flat, parameters in self.flats()
@@ -188,15 +190,15 @@ class Sharding(ABC):
         return DealtMatrices(taken, self.cut_matrices())
 
     def cut_matrices(self) -> CutMatrices:
-        """What makes those whole that tp cuts."""
+        """The object that gathers the matrices that tp cuts."""
         return CutMatrices(
             {parameter: weight.place for parameter, weight in self.weights.items()}, self.mesh.tp, self.at_once
         )
 
     def step(self, norm: Tensor) -> bool:
-        """Clips by ``norm`` and applies the gradients, or drops them where it is not finite; whether they were dropped.
+        """Clips by ``norm`` and applies the gradients, or drops them if it is not finite; returns whether it dropped.
 
-        ``norm`` is the norm of all gradients, the same fp32 scalar on every rank's host, loss scale included.
+        ``norm`` is the norm of all gradients, loss scale included: the same fp32 scalar on every rank's host.
         """
         skipped = self.run_step(norm)
         self.loss_scale.after_step(skipped)
@@ -208,7 +210,7 @@ class Sharding(ABC):
         assert skipped, "DeepSpeed applied gradients whose norm is not a number"
 
     def run_step(self, norm: Tensor) -> bool:
-        """DeepSpeed's step with this norm; whether the gradients were dropped, by its own way for overflows."""
+        """DeepSpeed's step with this norm; returns whether it dropped the gradients, as it does after an overflow."""
         optimizer = self.optimizer
         optimizer.given_norm, optimizer.is_norm_taken = norm, False
         self.deepspeed.set_gradient_accumulation_boundary(True)
@@ -219,8 +221,11 @@ class Sharding(ABC):
 
     @abstractmethod
     def publish(self, rule: UpdateRule) -> None:
-        """Brings the weights in line with the masters, of which each rank has written its fragments; so with states."""
+        """Copies the masters, whose fragments each rank has written, into the weights of all ranks that hold them.
+
+        Where replicas hold the same masters and states whole, these are completed from all ranks' fragments too.
+        """
 
     def kept(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank keeps of a weight between steps, in the model's dtype."""
+        """The part of a weight that this rank keeps between steps, in the model's dtype."""
         return parameter.detach()

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's ways of holding state a run takes."""
+"""Chooses the class that holds a run's state under ZeRO, from its layout and precision."""
 
 from parallel.config import ParallelConfig
 from parallel.zero.replicated import Replicated
@@ -11,7 +11,7 @@ from parallel.zero.zero12 import Zero1, Zero2
 
 
 def sharding_for(parallel: ParallelConfig, precision: Precision) -> type[Sharding]:
-    """The way in which DeepSpeed holds state under this layout and precision."""
+    """The subclass of Sharding for this layout and this dtype of the weights."""
     if parallel.offload_optimizer:
         assert parallel.zero == 2, "refused by launcher.config.layout_rules"
         return Zero2OnHost

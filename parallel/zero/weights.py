@@ -1,4 +1,4 @@
-"""The weights of this rank's model, each with what its layout says of it."""
+"""The weights of this rank's part of the model, each with its placement, its replicas and its owner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ from parallel.checkpoint.boxes import Box
 from parallel.layout import Layout, Place
 from parallel.mesh import Axis, Mesh
 
-TIED = "embed.weight"  # the embedding's name, which the copy beside the head on another stage bears too
+TIED = "embed.weight"  # the embedding's name, also of its copy on the stage of the head
 
 
 @dataclass(frozen=True, eq=False)
 class HeldWeight:
-    """One weight that this rank computes with. Of several ranks of tp or pp with the same elements, one ``is_owner``.
+    """One weight with which this rank computes. Of several ranks of tp or pp with the same elements, one ``is_owner``.
 
     The owner's elements are counted in norms and written to checkpoints.
     """
 
     name: str
     parameter: nn.Parameter
-    weight: Weight  # what the logical tensor is
-    place: Place  # where it lies
-    held: Box  # the part of it that this rank computes with
-    replicas: Axis  # the ranks that compute with the same part: over them ZeRO shards its state
+    weight: Weight  # the description of the logical tensor
+    place: Place  # its placement on the ranks
+    held: Box  # the part of it with which this rank computes
+    replicas: Axis  # the ranks that compute with the same part: ZeRO shards its state over them
     is_owner: bool
 
 
 def describe_weights(
     model: Decoder, tensors: Mapping[str, LogicalTensor], layout: Layout, mesh: Mesh, *, holds_second_copy: bool
 ) -> dict[nn.Parameter, HeldWeight]:
-    """Every weight of the model, in its order.
+    """The description of every weight of this rank's part of the model, by parameter, in the model's order.
 
-    ``holds_second_copy``: the embedding is here beside the head only, and another rank of pp owns it.
+    ``holds_second_copy``: this rank has the embedding only as the copy for the head, and another rank of pp owns it.
     """
     return {
         parameter: HeldWeight(

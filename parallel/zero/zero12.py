@@ -14,18 +14,22 @@ from parallel.zero.weights import HeldWeight
 
 
 class Zero1(Sharding):
-    """In fp32 and fp16. Each group of weights lies in one flat tensor, of which each rank has a part as fp32 master."""
+    """ZeRO 1 in fp32 and fp16.
+
+    Each group of weights lies in one flat tensor, of which each rank has a part as fp32 master.
+    """
 
     stage = 1
 
     def optimizer_class(self) -> type:
-        """Our subclass of DeepSpeedZeroOptimizer, which has ZeRO 1 and 2."""
+        """Roundtable's subclass of DeepSpeedZeroOptimizer, which has ZeRO 1 and 2."""
         return self.patches.ZeroOptimizer12
 
     def reduce_all(self) -> None:
-        """DeepSpeed's reduction, or in fp32 where no weight has another replica what follows it alone.
+        """Averages the summed gradients over the replicas, by DeepSpeed.
 
-        Its reduction would copy all gradients into a buffer first; in fp16 it fills the partition that is updated.
+        In fp32 without any replicas only DeepSpeed's epilogue runs, since its reduction would first copy all gradients
+        into a buffer. In fp16 the reduction is needed in any case: it fills the partition that is updated.
         """
         if self.dtype != torch.float32 or any(weight.replicas.degree > 1 for weight in self.weights.values()):
             super().reduce_all()
@@ -36,13 +40,13 @@ class Zero1(Sharding):
 
     @contextmanager
     def collect(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Reduces what ``after_backward`` has left in DeepSpeed's places."""
+        """Around one step's passes: on leaving, DeepSpeed reduces the sums that ``after_backward`` has made."""
         with reduced_at_the_end(self.deepspeed):
             yield
             finish()
 
     def after_backward(self, stage: nn.Module) -> None:
-        """In fp16 adds the gradients to DeepSpeed's own fp32 sums."""
+        """In fp16, adds the stage's gradients to DeepSpeed's own fp32 sums; in fp32 autograd sums them itself."""
         if self.dtype == torch.float32:
             return
         with torch.no_grad():
@@ -50,23 +54,23 @@ class Zero1(Sharding):
                 self.optimizer._fill_param_grad_accum_attribute(weight)
 
     def total(self, weight: nn.Parameter) -> Tensor:
-        """The gradient in fp32, or DeepSpeed's sum of 16-bit ones."""
+        """The weight's summed gradient: its ``.grad`` in fp32, else DeepSpeed's fp32 sum of the 16-bit gradients."""
         total = weight.grad if self.dtype == torch.float32 else getattr(weight, "grad_accum", None)
         assert total is not None, "every weight takes part in every backward pass"
         return total
 
     def gradients(self) -> list[HeldGradient]:
-        """The parts of gradients that lie in this rank's partitions."""
+        """The weights with the parts of their gradients that lie in this rank's partitions."""
         found: list[HeldGradient] = []
         for group, parameters in enumerate(self.optimizer.params_in_partition):
             *parts, last = self.optimizer.averaged_gradients[group]
             if len(parts) < len(parameters):
-                parts.append(last)  # else it is the padding at the partition's end, of which DeepSpeed marks only some
+                parts.append(last)  # else it is padding at the partition's end, not always marked by DeepSpeed
             found += [(parameter, part, 1) for part, parameter in zip(parts, parameters, strict=True)]
         return found
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The slices of the partition, padding last."""
+        """The gradient of the partition ``flat``, from DeepSpeed's slices, with the padding last."""
         group = position(self.optimizer.single_partition_of_fp32_groups, flat)
         return concatenated(self.optimizer.averaged_gradients[group], flat)
 
@@ -75,15 +79,15 @@ class Zero1(Sharding):
         return list(zip(self.optimizer.single_partition_of_fp32_groups, self.optimizer.bit16_groups, strict=True))
 
     def share_of(self, weight: HeldWeight) -> Share | None:
-        """As DeepSpeed's own mapping says."""
+        """This rank's share of the weight's master, from DeepSpeed's own mapping; None where it has none."""
         return mapped_share(weight.parameter)
 
     def publish(self, rule: UpdateRule) -> None:
-        """Copies the masters into the weights, and gathers them."""
+        """Copies this rank's masters into its part of the weights, and all-gathers the weights over the replicas."""
         self.optimizer.update_lp_params()
 
 
 class Zero2(ReducedEachPass, Zero1):
-    """In every precision. Between micro-batches a rank keeps its part of the gradients only."""
+    """ZeRO 2 in every precision: between micro-batches a rank keeps only its part of the gradients."""
 
     stage = 2

@@ -1,8 +1,8 @@
-"""ZeRO 2 whose fp32 masters and optimizer states are the host's, by DeepSpeed's ZeRO-Offload (arXiv:2101.06840).
+"""ZeRO 2 with fp32 masters, optimizer states and updates on the host: DeepSpeed's ZeRO-Offload (arXiv:2101.06840).
 
-In 16 bits a rank's part of the gradients is summed on the device in fp32, and goes to the host with a step's last
-backward pass; in fp32 DeepSpeed sums it on the host. The update runs on the host's cores by torch's own optimizer, and
-the rank's part of the weights comes back in their dtype.
+In 16 bits a rank's part of the gradients is summed on the device in fp32, and copied to the host during a step's last
+backward pass; in fp32 DeepSpeed sums it on the host. torch's own optimizer updates it on the host's cores, and the
+rank's part of the weights is copied back in their dtype.
 """
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from parallel.zero.zero12 import Zero2
 
 
 class Zero2OnHost(Zero2):
-    """Gradients, too, are on the host when a step's passes have ended: each group's in one flat fp32 tensor."""
+    """ZeRO 2 with its state on the host. After a step's passes the gradients are there too, flat in fp32 by group."""
 
     masters_on_host = True
 
     def gradients(self) -> list[HeldGradient]:
-        """The parts that lie in this rank's partitions; the host waits until they have arrived."""
+        """The weights with the parts of their gradients in this rank's partitions; waits until they are on the host."""
         optimizer, found = self.optimizer, list[HeldGradient]()
         for group, parameters in enumerate(optimizer.params_in_partition):
             flat = self.flat_gradient(optimizer.single_partition_of_fp32_groups[group])
@@ -28,9 +28,10 @@ class Zero2OnHost(Zero2):
         return found
 
     def run_step(self, norm: Tensor) -> bool:
-        """As Sharding. What DeepSpeed does about overflows leaves the device's sums, which the next step would add to.
+        """DeepSpeed's step with this norm; returns whether the gradients were dropped because it is not finite.
 
-        So it is in 0.19.8, where the host holds the optimizer and gradients are summed in fp32.
+        DeepSpeed 0.19.8, with the optimizer on the host and fp32 sums, keeps the device's sums when it drops gradients.
+        The next step would add to them, so they are removed here.
         """
         skipped = super().run_step(norm)
         if skipped:

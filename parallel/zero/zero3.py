@@ -15,7 +15,7 @@ from parallel.zero.weights import HeldWeight
 
 
 class Zero3(ReducedEachPass):
-    """Each weight is cut into even parts; each rank's parts of a group lie in one flat fp32 master."""
+    """ZeRO 3: each weight is cut into even parts; a rank's parts of a group of weights have one flat fp32 master."""
 
     stage = 3
     needs_equal_graphs = True
@@ -24,7 +24,7 @@ class Zero3(ReducedEachPass):
 
     @cached_property
     def partition(self) -> Any:
-        """What cuts a weight as soon as it is made."""
+        """DeepSpeed's ``zero.Init`` object, which partitions a weight as soon as it is made."""
         import deepspeed
 
         group = self.mesh.replicas.group
@@ -32,17 +32,17 @@ class Zero3(ReducedEachPass):
         return make(data_parallel_group=group, config_dict_or_path=self.config, dtype=self.dtype)
 
     def adopt(self, parameter: nn.Parameter, place: Place) -> None:
-        """Cuts the weight at once, so that a rank never holds the whole model."""
+        """Partitions the weight over its replicas at once, so that a rank never holds the whole model."""
         super().adopt(parameter, place)
         mark_for_zero3(parameter, place, self.mesh)
         self.partition._convert_to_zero_parameters([parameter])
 
     def optimizer_class(self) -> type:
-        """Our subclass of DeepSpeedZeroOptimizer_Stage3."""
+        """Roundtable's subclass of DeepSpeedZeroOptimizer_Stage3."""
         return self.patches.ZeroOptimizer3
 
     def gradients(self) -> list[HeldGradient]:
-        """This rank's part of every gradient."""
+        """All weights with this rank's parts of their gradients."""
         found: list[HeldGradient] = []
         for group, parameters in enumerate(self.optimizer.fp16_groups):
             parts = self.optimizer.averaged_gradients[group]
@@ -50,16 +50,16 @@ class Zero3(ReducedEachPass):
         return found
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The parts of the group's gradients, each padded."""
+        """The gradient of the group's master ``flat``: the weights' parts one after another, each padded."""
         group = position(self.optimizer.fp32_partitioned_groups_flat, flat)
         return concatenated(self.optimizer.averaged_gradients[group], flat)
 
     def flats(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """One for each group of DeepSpeed: it parts large ones."""
+        """This rank's fp32 master of each group, with the group's weights; DeepSpeed has divided large groups."""
         return list(zip(self.optimizer.fp32_partitioned_groups_flat, self.optimizer.fp16_groups, strict=True))
 
     def share_of(self, weight: HeldWeight) -> Share | None:
-        """An even share of each weight."""
+        """This rank's even share of the weight's elements; None where it has none."""
         optimizer, parameter = self.optimizer, weight.parameter
         start, numel = even_share(parameter.ds_numel, weight.replicas)  # pyright: ignore[reportAttributeAccessIssue]
         if numel <= 0:
@@ -68,7 +68,7 @@ class Zero3(ReducedEachPass):
         return Share(start, numel, optimizer.fp32_partitioned_groups_flat[group], offset)
 
     def publish(self, rule: UpdateRule) -> None:
-        """Copies the masters into the weights' parts, and gathers the small weights that stay whole."""
+        """Copies the masters into this rank's parts of the weights, and all-gathers small weights that stay whole."""
         optimizer = self.optimizer
         optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp16_groups)):
@@ -78,7 +78,7 @@ class Zero3(ReducedEachPass):
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def kept(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part, without the padding of the last ones, in which memory is as it was found."""
+        """This rank's part of the weight, without the last ranks' padding, which holds uninitialized memory."""
         part, n_whole = parameter.ds_tensor.detach(), parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
         _, numel = even_share(n_whole, self.weights[parameter].replicas)
         return part[: max(0, numel)]
