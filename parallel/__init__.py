@@ -1,1 +1,1 @@
-"""Who holds it, and who talks to whom."""
+"""Parallelism: which rank holds which part of weights, activations and state, and which ranks communicate."""

@@ -96,7 +96,7 @@ def make_dispatch(
 
 
 def chunks_of(n_experts: int, chunks: int) -> list[int]:
-    """How many of a rank's experts are in each chunk: numbers that differ by one at most, the larger ones first."""
+    """The number of a rank's experts in each chunk; the numbers differ by one at most, with the larger ones first."""
     return [n_experts // chunks + (chunk < n_experts % chunks) for chunk in range(chunks)]
 
 

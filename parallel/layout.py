@@ -53,12 +53,12 @@ class Place:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to the experts, which are replicated over edp instead of dp x cp."""
+        """Whether the tensor belongs to experts, which are replicated over edp instead of dp x cp."""
         return self.axis == "ep"
 
     @property
     def is_summed_over_tp(self) -> bool:
-        """Whether the ranks of tp hold it whole and add up their gradients of it."""
+        """Whether the ranks of tp hold the tensor whole, so that their gradients of it must be summed."""
         return self.axis is None
 
     def held_box(self, mesh: "Mesh") -> Box:

@@ -69,7 +69,7 @@ class CutRMSNorm(RMSNorm):
         self.axis = axis
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``hidden`` normalized as RMSNorm does, by the mean over all ranks' channels. All ranks of tp call it."""
+        """``hidden``, normalized by the mean square over all ranks' channels. All ranks of tp call it."""
         numbers = {"norm_eps": self.norm_eps, "adds_one": self.adds_one}
         return rms_norm(hidden, self.weight, **numbers, mean_of_all=self.mean_of_all)
 

@@ -114,7 +114,7 @@ class LateProducts:
         self.products, self.positions = products, positions
 
     def linear(self, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """As Products.linear."""
+        """``inputs @ weight.T + bias``, whose weight's gradient is left to the weight's node, if there is one."""
         if not torch.is_grad_enabled():
             return self.products.linear(inputs, weight_OI, bias_O)
         weights, left = (weight_OI,) if bias_O is None else (weight_OI, bias_O), None
@@ -123,23 +123,23 @@ class LateProducts:
         return _Product.apply(self.products, left, inputs, *weights)
 
     def linear_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
-        """As Products.linear_grad."""
+        """``linear``'s gradient by its inputs, from that by its outputs, by ``products``."""
         return self.products.linear_grad(grad, weight_OI)
 
     def weight_grad(self, grad_RO: Tensor, rows_RI: Tensor) -> Tensor:
-        """As Products.weight_grad."""
+        """``linear``'s gradient by its weight, from that by its outputs and from its inputs, by ``products``."""
         return self.products.weight_grad(grad_RO, rows_RI)
 
     def grouped(self, rows_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
-        """As Products.grouped."""
+        """Each row times its expert's matrix, by ``products``; expert e's rows end before ``ends_E[e]``."""
         return self.products.grouped(rows_RI, ends_E, weight_EOI)
 
     def weights_changed(self) -> None:
-        """As Products.weights_changed."""
+        """Tells ``products`` that weights have new values."""
         self.products.weights_changed()
 
     def kept(self) -> list[Tensor]:
-        """As Products.kept."""
+        """The tensors that ``products`` keeps of weights between two calls of ``weights_changed``."""
         return self.products.kept()
 
 

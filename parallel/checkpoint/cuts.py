@@ -35,7 +35,7 @@ class Owned:
     numel: int
 
     def boxes(self) -> list[Box]:
-        """The elements in order, as boxes of the logical tensor."""
+        """The owned elements in order, as boxes of the logical tensor."""
         origin = [-start for start in self.held.start]
         return [box.shifted(origin) for box in boxes_of_range(self.held.shape, self.first, self.first + self.numel)]
 
@@ -73,7 +73,7 @@ def pack(owned: Sequence[Owned], names: Iterable[str]) -> Packed:
 
 
 def _padded(held: Box) -> tuple[int, ...]:
-    """Start and shape, each filled up with zeros to MOST_DIMS numbers."""
+    """A box's start and shape, each filled up with zeros to MOST_DIMS numbers, as columns of the table."""
     more = (0,) * (MOST_DIMS - len(held.shape))
     return *held.start, *more, *held.shape, *more
 

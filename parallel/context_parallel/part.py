@@ -1,7 +1,7 @@
-"""Which positions of a sequence each cp rank holds: zig-zag, so that causal attention is the same work on all.
+"""The positions of a sequence that each cp rank holds: zig-zag, so that causal attention is the same work on all.
 
 A sequence is cut into 2 * cp equal chunks, and rank r holds chunk r, then chunk 2 * cp - 1 - r (Llama 3,
-arXiv:2407.21783, section 3.3.2). Of one long document each rank then attends over 2 * cp + 1 pairs of chunks, two of
+arXiv:2407.21783, section 3.3.2). For one long document each rank then attends over 2 * cp + 1 pairs of chunks, two of
 them halved by causality.
 
 Three orders of positions: natural; held (one rank's, ascending); rank-major (rank 0's held positions, then rank 1's,

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     held: int  # the place of the first one among the row's tokens that the rank holds
 
     def cut(self, start: int, stop: int) -> "Part":
-        """The part of it from ``start`` to ``stop``, in the row."""
+        """The tokens of this part that lie between ``start`` and ``stop`` in the row; it may be empty."""
         return Part(max(self.start, start), min(self.stop, stop), self.held + max(start - self.start, 0))
 
 

@@ -38,7 +38,7 @@ class Tile:
     sees_all: bool = False  # every query sees every key
 
     def mask_BQS(self) -> Tensor | None:
-        """Which keys each query sees (bool, by ``modeling``'s own rule), or None for all."""
+        """Which keys each query sees (bool, from ``modeling.context.attention_mask``); None: every query sees all."""
         return None if self.sees_all else self._mask_BQS()
 
     def mask(self, terms: ScoreTerms) -> Tensor | None:

@@ -154,8 +154,9 @@ def ring_forward(q_BSHC: Tensor, kv_2BSGC: Tensor, work: Work, axis: Axis, terms
 def merge(out_BQHC: Tensor, lse_BHQ: Tensor, block_BQHC: Tensor, block_lse_BHQ: Tensor) -> None:
     """Adds one block's attention to ``out_BQHC`` (fp32) and ``lse_BHQ`` (fp64) in place.
 
-    With weights exp(lse) on both sides, the new block's share is a sigmoid of their difference. Its lse may be -inf (no
-    key seen) where the sum so far is finite, or the other way round, not both: each query meets itself first.
+    With weights exp(lse) on both sides, the new block's share is a sigmoid of their difference. The block's lse may be
+    -inf (no key seen) where the sum so far is finite, or the other way round, but not both: each query's own key is in
+    the first block, and is always seen.
     """
     share_BHQ = torch.sigmoid(block_lse_BHQ - lse_BHQ)
     out_BQHC.lerp_(block_BQHC.float(), share_BHQ.float().transpose(1, 2)[..., None])

@@ -37,7 +37,10 @@ class Span:
 
 
 def timeline(orders: Sequence[Sequence[Action]], durations: Durations) -> list[list[Span]]:
-    """When each rank runs each of its actions, each as early as its order and the arrival of its input allow."""
+    """The times of each rank's actions, each as early as the rank's order and the arrival of its input allow.
+
+    ``orders``: each rank's actions in order. Fails if the ranks would wait for each other in a circle.
+    """
     last_stage = max(action.stage for order in orders for action in order)
     ended: dict[tuple[str, int, int], int] = {}  # ("F" or "B", stage, micro-batch) -> when its result is ready
     spans: list[list[Span]] = [[] for _ in orders]

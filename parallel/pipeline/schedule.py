@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage."""
+    """One pass of one micro-batch through one stage: forward ("F"), backward ("B"), or a part of that ("I", "W")."""
 
     kind: Kind
     stage: int

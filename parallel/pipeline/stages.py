@@ -167,7 +167,7 @@ def tied_weight(model: Decoder, config: ModelConfig, parts: Sequence[Part], n_ra
 
 
 def is_second_copy(parts: Iterable[Part]) -> bool:
-    """Whether this rank's embedding is the copy beside the head, which norms and checkpoints leave out."""
+    """Whether a rank with these parts holds the embedding only as a copy, which norms and checkpoints leave out."""
     return not any(part.has_embedding for part in parts)
 
 

@@ -100,7 +100,7 @@ class RollCall:
         self._round(name, answer, problems)
 
     def share(self, name: str, text: str | None = None) -> str:
-        """Rank 0's text, on every rank. All ranks call it; only rank 0's ``text`` counts."""
+        """Rank 0's text, on every rank, over the store. All ranks call it; only rank 0's ``text`` counts."""
         if self.rank == 0:
             self._set(f"{name}/text", text or "")
         return self._get(f"{name}/text")

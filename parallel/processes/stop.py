@@ -22,7 +22,7 @@ REPEAT_SECONDS = 1.0
 
 
 class StopRequest:
-    """Whether this process has been asked to stop; ``signal`` is the first signal, or None."""
+    """Records whether this process has been asked to stop: ``signal`` is the first such signal, or None."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -11,7 +11,7 @@ class LossScale:
     """DeepSpeed's dynamic loss scale in fp16: it halves after an overflow and doubles after many steps without one."""
 
     def __init__(self, scaler: Any | None) -> None:
-        """``scaler``: DeepSpeed's, None in other precisions, where the scale is 1."""
+        """``scaler``: DeepSpeed's loss scaler; None in other precisions than fp16, where the scale is 1."""
         self.scaler = scaler
 
     @property
@@ -21,7 +21,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a gradient that is not finite may be an overflow, which the next step avoids by a lower scale."""
+        """Whether the scale is above its minimum (fp16 only), so that a lower one may avoid an overflow next time."""
         return self.scaler is not None and self.value > self.scaler.min_scale
 
     def after_step(self, overflowed: bool) -> None:

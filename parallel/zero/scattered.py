@@ -214,7 +214,7 @@ class Zero1OfLastPass(Zero1Scattered):
 
     @property
     def reduces_now(self) -> bool:
-        """Whether this is the step's last pass."""
+        """Whether the present pass is the step's last, the only one during which gradients are reduced."""
         return self.is_last
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

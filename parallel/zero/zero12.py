@@ -1,4 +1,7 @@
-"""ZeRO 1 and 2: fp32 masters and optimizer states are sharded, under 2 reduced gradients too (not ZeRO 1 in bf16)."""
+"""ZeRO 1 and 2: fp32 masters and optimizer states are sharded, and under ZeRO 2 the reduced gradients too.
+
+ZeRO 1 in bf16 is in ``parallel.zero.zero1_bf16``.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""ZeRO 3: weights are sharded too, and gathered by DeepSpeed's hooks for each module's forward and backward pass."""
+"""ZeRO 3: weights are sharded too; DeepSpeed's hooks all-gather them for each module's forward and backward pass."""
 
 from functools import cached_property
 from typing import Any
