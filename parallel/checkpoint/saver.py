@@ -328,7 +328,7 @@ def host_buffer(n_elements: int, device: torch.device) -> Tensor:
     """
     pages = mmap.mmap(-1, max(n_elements, 1) * ELEMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.float32)[:n_elements]
-    buffer.fill_(1.0)  # touches every page: the kernel allocates pages only when they are written
+    buffer.fill_(1.0)  # not with zeros: their pages may be ones that the kernel has yet to allocate
     if device.type == "cuda" and n_elements:
         runtime: Any = torch.cuda.cudart()
         address = buffer.data_ptr()

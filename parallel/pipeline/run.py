@@ -95,7 +95,7 @@ class Pipeline:
     def train(
         self, micro_batches: Sequence[MicroBatch], scale: float | Tensor, after_backward: AfterBackward | None = None
     ) -> list[Output]:
-        """One Output for each micro-batch, after the forward and backward passes of all. All ranks of pp call it.
+        """One Output for each micro-batch, after the forward and backward passes of all. All ranks call it.
 
         An Output has the statistics of this rank's layers, and the losses on the rank of the head. The gradients,
         summed over micro-batches, are left in the weights' ``.grad``. Differentiated is the sum of the targets'
@@ -131,7 +131,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Output]:
-        """One Output for each micro-batch, after forward passes without gradients. All ranks of pp call it.
+        """One Output for each micro-batch, after forward passes without gradients. All ranks call it.
 
         Any number of micro-batches is allowed. An Output has the statistics of this rank's layers, and the losses on
         the rank of the head. At time t stage s computes micro-batch t - s. Between two times each rank starts all its

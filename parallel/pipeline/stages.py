@@ -58,7 +58,7 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
     def stops(stage: int, start: int) -> range:
         return range(start + 1, starts(stage + 1).stop) if stage < n_stages - 1 else range(len(costs), len(costs) + 1)
 
-    largest = {len(costs): 0.0}  # for the stages from one to the last: by its start, the least possible largest cost
+    largest = {len(costs): 0.0}  # from the last stage on: by start, the least possible largest cost from there
     for stage in reversed(range(n_stages)):
         largest = {
             start: min(max(cost(stage, start, stop), largest[stop]) for stop in stops(stage, start))
@@ -71,7 +71,7 @@ def even_layers(costs: Sequence[float], n_stages: int, first_cost: float, last_c
         options = [(cost(stage, start, stop) ** 2 + squares[stop][0], stop) for stop in fitting]
         return min(options, default=(math.inf, 0))
 
-    rows = [{len(costs): (0.0, 0)}]  # for each stage, last first: by its start, the least sum of squares, and its stop
+    rows = [{len(costs): (0.0, 0)}]  # from the last stage on: by start, the sum of squares from there, the stage's stop
     for stage in reversed(range(n_stages)):
         rows.append({start: most_even(stage, start, rows[-1]) for start in starts(stage)})
     bounds = [0]

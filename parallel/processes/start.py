@@ -233,7 +233,7 @@ _to_launcher: Connection | None = None  # in a process that run_ranks started: t
 
 def _rank_main(send: Connection, launcher_pid: int, environment: dict[str, str], threads: int, call: bytes) -> None:
     global _to_launcher
-    gc.freeze()  # the fork server's imports are never freed: searching them would copy their pages, 0.2 s of each rank
+    gc.freeze()  # the fork server's imports stay: collecting garbage among them would copy pages, 0.2 s of each rank
     end_with_launcher(launcher_pid)
     os.environ.update(environment)
     import torch

@@ -49,7 +49,7 @@ Gradient = tuple[nn.Parameter, Tensor, float]  # a weight, what this rank holds 
 class StepResult:
     """The result of one update, the same on every rank."""
 
-    grad_norm: float  # before clipping; not finite if any gradient was not
+    grad_norm: float  # before clipping, without the loss scale; not finite if any gradient was not
     skipped: bool  # whether nothing was updated, because gradients were not finite or were discarded
     loss_scale: float  # the one that this step used
 
@@ -244,7 +244,7 @@ class Engine:
         return self.measured
 
     def measure(self) -> float:
-        """The gradient norm before clipping, without the loss scale; not finite on any rank if any gradient is not.
+        """The gradient norm before clipping, without the loss scale; on all ranks not finite if any gradient is not.
 
         All ranks call it after the last micro-batch's backward pass; ``step`` or ``discard`` must follow.
         """

@@ -45,7 +45,7 @@ class Replicated(Sharding):
         return self.cut_matrices()
 
     def step(self, norm: Tensor) -> bool:
-        """Clips by ``norm`` and applies the gradients, or drops them if it is not finite (then True)."""
+        """Clips by ``norm`` and applies the gradients, or drops them and returns True if ``norm`` is not finite."""
         value = float(norm)
         if not math.isfinite(value):
             self.drop()
