@@ -1,4 +1,4 @@
-"""Whether chains of elementwise work are compiled in this process: train.compile, and what the machine has."""
+"""Whether chains of elementwise operations are compiled: by train.compile, and by the compilers of this machine."""
 
 import os
 import shutil
@@ -17,9 +17,9 @@ Compile = Literal["auto", "on", "off"]
 
 
 def fuse_of(choice: Compile, device_type: str, piece_bytes: int = PIECE_BYTES) -> Fuse:
-    """What train.compile means on such a device, where it has a compiler: auto compiles on GPUs.
+    """How chains are computed for this train.compile on a device that has a compiler: "auto" compiles on GPUs only.
 
-    What a CPU does not compile goes by pieces of so many bytes.
+    On a CPU, chains that are not compiled are computed in pieces of rows of ``piece_bytes``.
     """
     if choice == "on" or (choice == "auto" and device_type == "cuda"):
         return compiled
@@ -33,10 +33,11 @@ def usable_fuse(
     piece_bytes: int = PIECE_BYTES,
     share: Callable[[str | None], str | None] = lambda problem: problem,
 ) -> Fuse:
-    """The same on this machine, where one little chain is compiled to see whether that works.
+    """How chains are computed on this machine, after a small chain was compiled to see whether compiling works.
 
-    Where it does not, auto computes plainly, after a line that says why, and on is refused (UserError). ``share`` gives
-    what the first of all ranks with a problem has found: the others would wait for it in each step, without a word.
+    Where it does not work, "auto" compiles nothing, after ``tell`` was given a line that says why, and "on" raises
+    UserError. ``share`` turns this rank's problem into that of the first rank that has one, so that either all ranks
+    compile or none: otherwise the others would wait for the slow rank in each step, without a message.
     """
     fuse = fuse_of(choice, device.type, piece_bytes)
     problem = why_not(device) if fuse is compiled else None
@@ -50,7 +51,10 @@ def usable_fuse(
 
 
 def first_problem(mesh: Mesh, problem: str | None) -> str | None:
-    """What the first rank with a problem has found, with its place where ranks are several. All ranks call it."""
+    """The problem of the first rank that has one, with the rank's place on the axes; None where none has.
+
+    All ranks call it. With a single rank the problem comes back as it is.
+    """
     if mesh.control is None or mesh.world_size == 1:
         return problem
     found: list[str | None] = [None] * mesh.world_size
@@ -65,7 +69,7 @@ REMEDIES = {
 
 
 def check_compiler(choice: Compile) -> None:
-    """Refuses train.compile=on on a machine without any compiler, before anything is created. Raises UserError."""
+    """Raises UserError for train.compile=on on a machine without a compiler. It runs before anything is created."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     problem = missing_compiler(device_type) if choice == "on" else None
     if problem is not None:
@@ -73,7 +77,7 @@ def check_compiler(choice: Compile) -> None:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Which compiler torch would look for and not find; None: it is there."""
+    """A phrase naming the compilers that torch needs for the device type and that are not installed; None where one is."""
     if device_type == "cuda":
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:
@@ -84,7 +88,10 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why nothing can be compiled here; None: it can. A chain of one addition is compiled, once and for all starts."""
+    """Why nothing can be compiled for the device, in one line; None where compiling works.
+
+    It compiles a chain of one addition, which torch's cache keeps for later starts.
+    """
     problem = missing_compiler(device.type)
     if problem is not None:
         return problem
@@ -97,11 +104,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 def add_one(numbers: torch.Tensor) -> torch.Tensor:
-    """The chain that ``why_not`` compiles."""
+    """The numbers plus 1: the chain that ``why_not`` compiles to test the compiler."""
     return numbers + 1
 
 
 def compiled_so_far() -> tuple[int, float]:
-    """How many chains this process has compiled, and the seconds of their first calls."""
+    """(number of chains that this process has compiled, seconds that their first calls took)."""
     chains = [chain for chain in known_chains() if chain.compiled is not None]
     return len(chains), sum(chain.first_call_seconds for chain in chains)

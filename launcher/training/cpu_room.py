@@ -1,4 +1,4 @@
-"""What a process that trains on a CPU holds beside its tensors, and what its machine has for it."""
+"""Memory of a process that trains on a CPU: what it needs beside its tensors, and what the machine has for it."""
 
 import os
 from dataclasses import replace
@@ -20,15 +20,16 @@ from parallel.mesh import Mesh
 # AVX-512, 2026-11-25, docs/plan.md).
 SCATTERED = 1.7  # glibc's heap at its largest, over the tensors in it that come and go within a step
 LATER_BYTES = 80 << 20  # what the first steps load and build beside experts' products: code, dense products, buffers
-PRODUCT_BYTES = 600_000  # what oneDNN keeps of one product in 16 bits
-PRODUCTS = 6  # of an expert: by gate and up together and by down, and two gradients of each
-BUSIEST = 2  # times the mean: as many rows an expert is supposed to have
+PRODUCT_BYTES = 600_000  # that oneDNN caches for one matrix product in 16 bits
+PRODUCTS = 6  # matrix products of an expert: gate and up together, down, and two gradients of each
+BUSIEST = 2  # the busiest expert is assumed to have this many times the mean number of rows
 
 
 def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
-    """This rank's part of what the machine has free, and what its process holds beside the state of training.
+    """This rank's share of the machine's free memory, and what its process holds beside the training state.
 
-    Right before training that is Python and libraries, and the copy that checkpoints are written from.
+    Call it right before training: then the process holds Python, libraries and the copy that checkpoints are written
+    from.
     """
     held, free = resident_bytes(), available_bytes()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or mesh.world_size)
@@ -43,7 +44,10 @@ def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
 
 
 def product_bytes(config: RunConfig) -> float:
-    """What oneDNN keeps of the experts' products, where it builds them for all numbers of rows (row_counts.py)."""
+    """Bytes that oneDNN caches for the experts' products, which it builds once for each number of rows; 0 elsewhere.
+
+    The numbers of rows are those of ``modeling.kernels.row_counts``.
+    """
     moe, train, parallel = config.model.moe, config.train, config.parallel
     if moe is None or not config.model.has_experts or moe.expert_bias or moe.swiglu_limit is not None:
         return 0.0
@@ -55,13 +59,13 @@ def product_bytes(config: RunConfig) -> float:
 
 
 def resident_bytes() -> float:
-    """What this process has in memory."""
+    """This process's resident memory in bytes; 0 where /proc does not say."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0.0
 
 
 def available_bytes() -> float:
-    """What the machine can give to new work."""
+    """Memory in bytes that the machine has for new work (MemAvailable); infinite where /proc does not say."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line for line in lines if line.startswith("MemAvailable")), None)

@@ -52,7 +52,7 @@ def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: boo
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of the loss; infinite where no float holds it."""
+    """The exponential of the loss; infinity where that overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -65,7 +65,7 @@ def loss_of(trained: Trained, dataset: Dataset, n_sequences: int) -> float:
 
 
 def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, int]]) -> list[float]:
-    """As ``loss_of``, of each range of samples: the first one's number, and how many."""
+    """The checkpoint's token cross-entropy on each range (first sample, number of samples), in the run's precision."""
     config = trained.config
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_as_it_trains(trained, device)
@@ -78,7 +78,10 @@ def losses_of(trained: Trained, dataset: Dataset, ranges: Sequence[tuple[int, in
 
 
 def open_heldout(trained: Trained) -> Dataset:
-    """The held-out samples of the run, whose relative paths are read from the folder that it was started in."""
+    """The run's held-out samples. Relative paths in its config are resolved from the folder that it was started in.
+
+    Raises UserError where the config names no held-out data, as that of an imported checkpoint does not.
+    """
     config = trained.config
     if not config.data.sources and config.data.heldout_path is None:
         rule = "must name what to read, since CHECKPOINT's config has no data.sources"

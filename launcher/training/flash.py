@@ -1,4 +1,4 @@
-"""Which FlashAttention a run takes on GPUs: train.flash_attention."""
+"""The version of FlashAttention that a run uses on GPUs: train.flash_attention."""
 
 import importlib.util
 from importlib.metadata import version as installed
@@ -10,20 +10,21 @@ from launcher.errors import UserError
 from parallel.torch_version import in_words, is_at_least
 
 TORCHS_OWN = 2
-# Of those that torch can take in its own one's place: what torch imports, and what that comes in.
+# For each version that can replace torch's own: the module that torch imports, and (PACKAGES) the package it comes in.
 MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
-# What looking for one, or taking it, raises: a library's, torch's own, a name it has not, a package's broken parts.
+# What finding or activating a version may raise: the package's import errors, a missing library or name, torch's own.
 BROKEN = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
 PACKAGES = {3: "flash-attn-3 (for Hopper)", 4: "flash-attn-4 (for Hopper and Blackwell)"}
 GENERATIONS = {3: (9,), 4: (9, 10)}  # the major compute capabilities that a version has kernels for
-# The first torch that can train by a version: before it the backward pass takes no windows, and varlen_attn has them.
+# The first torch that can train with a version: earlier ones' backward pass lacks windows, which varlen_attn passes.
 FIRST_TORCH = {3: (2, 11), 4: (2, 12)}
 
 
 def check_flash_attention(version: int) -> None:
-    """Refuses a version whose package is not there, on a machine with a GPU, before anything is created.
+    """Raises UserError on a machine with a GPU where the version's package is not installed, or torch is too old.
 
-    Raises UserError. What is imported, and may fail at that, is told by ``choose_flash_attention``.
+    It is called before a run creates anything, and only looks for the module: failures of its import are found by
+    ``choose_flash_attention``.
     """
     if version == TORCHS_OWN or not torch.cuda.is_available():
         return
@@ -39,10 +40,10 @@ def check_flash_attention(version: int) -> None:
 
 
 def choose_flash_attention(version: int, device: torch.device) -> None:
-    """Has torch's operators of FlashAttention run that version's kernels in this process, on a GPU.
+    """Makes torch's FlashAttention operators run that version's kernels in this process. On a CPU it does nothing.
 
-    Raises UserError where its package is not there, torch cannot take it, or the GPU cannot run it: torch itself would
-    tell the last in the first pass alone. On a CPU nothing depends on it.
+    Raises UserError where the package is missing, torch cannot activate it, or the GPU has no kernels for it: torch
+    itself would report the last only in the first forward pass.
     """
     name = f"FA{version}"
     if device.type != "cuda" or version == TORCHS_OWN or current_flash_attention_impl() == name:
@@ -65,7 +66,7 @@ def choose_flash_attention(version: int, device: torch.device) -> None:
 
 
 def check_torch(version: int) -> None:
-    """Raises UserError where torch is too old to train by a version."""
+    """Raises UserError where the installed torch is too old to train with the version."""
     first, found = FIRST_TORCH[version], installed("torch")
     if not is_at_least(found, first):
         raise UserError(
@@ -77,12 +78,12 @@ def check_torch(version: int) -> None:
 
 
 def told(error: Exception) -> str:
-    """An error's kind and its first line."""
+    """The error's class name and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def refusal(version: int, reason: str) -> UserError:
-    """The error, in one line with the remedy, of a version that cannot be taken."""
+    """The one-line error, with a remedy, for a version that cannot be used."""
     return UserError(
         [
             f"train.flash_attention={version} needs a package that torch {torch.__version__} can take, and there is "

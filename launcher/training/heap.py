@@ -1,4 +1,4 @@
-"""How memory of a process that trains grows, and is given back: glibc's heap, and torch's of a GPU."""
+"""Settings of the allocators of a training process: glibc's heap, and torch's allocator of GPU memory."""
 
 import ctypes
 import os
@@ -16,18 +16,19 @@ ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads th
 
 
 def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> None:
-    """A GPU's memory is taken in segments that grow, where nobody has set how. Call before CUDA's start."""
+    """Sets torch's allocator to expandable segments, unless the user has configured it. Call it before CUDA's start."""
     if not any(name in environment for name in ALLOCATORS):
         environment[ALLOCATORS[0]] = "expandable_segments:True"
 
 
 def keep_heap_from_growing() -> None:
-    """Large blocks get maps of their own, which are given back: glibc's heap otherwise fragments and grows without end.
+    """Makes glibc map blocks of 4 MiB or more separately, and keep up to 512 MiB free at the heap's end. On Linux.
 
-    Left alone, the quickstart's ranks grow by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21).
-    Once that threshold is set, glibc gives back what is free at the heap's end from 128 KiB on, and what the next layer
-    takes there is faults: by 128 MiB a step costs 3% less, 8% with ``selective`` recomputation, and by 512 some 2% less
-    than that, at the same peak (docs/speed.md).
+    A mapped block is returned to the system when it is freed; left alone, glibc's heap fragments and grows without
+    end: the quickstart's ranks by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21). Setting the
+    first threshold makes glibc return free memory at the heap's end from 128 KiB on, which the next layer then takes
+    again by page faults. With a threshold of 128 MiB a step costs 3% less, 8% with ``selective`` recomputation, and
+    with 512 MiB some 2% less than that, at the same peak (docs/speed.md).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none

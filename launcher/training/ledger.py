@@ -1,7 +1,7 @@
-"""ledger.jsonl: which samples each step consumed, so that what was trained on, and what was not, is known afterwards.
+"""ledger.jsonl: the samples that each step consumed, and those that were left out, one row for each step.
 
 Samples are numbered by their place in the training order (data/order.py), which never changes within a run. The rows
-tile it: each number up to the last row's is in one row only, as taken or as hopped over.
+tile that order: each number up to the last row's lies in exactly one row, as a sample taken or one hopped over.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from launcher.training.state import TrainState
 
 
 def ledger_row(state: TrainState, consumed_before: int, *, trained: bool) -> dict[str, Any]:
-    """The line of the step that ``state`` has just ended and that began at sample ``consumed_before``.
+    """The ledger's row for the step that ``state`` has just finished and that began at sample ``consumed_before``.
 
-    ``first_sample`` and ``last_sample`` are the step's, without the half-open ranges ``hopped``: those of
-    ``state.skipped`` that lie before or among them. ``tokens`` is cumulative, as in metrics.jsonl. ``trained`` is false
-    where the optimizer did not advance.
+    The step took the samples from ``first_sample`` to ``last_sample`` (inclusive) except those in ``hopped``, the
+    half-open ranges of ``state.skipped`` that lie before or among them. ``tokens`` is cumulative, as in metrics.jsonl.
+    ``trained`` is false where the optimizer did not advance.
     """
     (first,) = take(consumed_before, 1, state.skipped).tolist()
     return {

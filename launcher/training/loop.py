@@ -77,10 +77,10 @@ def train(
 ) -> int:
     """Trains to train.steps, from the newest good checkpoint in the run directory or from step 0. All ranks call it.
 
-    Returns the exit code: 0; STOPPED where ``stop`` was heard on some rank, the state being saved; UNHEALTHY where
-    ``config.health`` has the run stop, and 2 where the data end too soon, after a line on stderr that says why.
-    ``changed`` are the config's differences since the run's last start, logged as events, as is a ``restart`` after a
-    crash. The run directory exists; rank 0 writes into it under ``fence``.
+    Returns the exit code: 0 at train.steps; STOPPED after a request to stop on some rank, with the state saved;
+    UNHEALTHY where ``config.health`` stops the run; 2 where the data end too soon; 1 where the last checkpoint could
+    not be written. Rank 0 says why on stderr. ``changed`` are the config's differences since the run's last start,
+    logged as events, as is a ``restart`` after a crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds, nccl_seconds(config))
@@ -105,7 +105,10 @@ def train_watched(
     watchdog: Watchdog,
     fence: Fence | None,
 ) -> int:
-    """The run itself, from top to bottom; returns the exit code, or raises Unhealthy. All ranks call it."""
+    """Builds, restores and trains the run, from top to bottom; returns the exit code. All ranks call it.
+
+    Raises Unhealthy where health stops the run, and OutOfData where the data end too soon.
+    """
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     heldout = open_heldout(config)
     engine = build_engine(config, mesh)
@@ -203,14 +206,15 @@ def train_watched(
 
 
 def is_due(step: int, every_steps: int | None, last_step: int) -> bool:
-    """Whether something done every n steps (None: never), and once at the end, is to be done after this step."""
+    """Whether something that is done every ``every_steps`` steps (None: never), and after the last step, is due now."""
     return step == last_step or (every_steps is not None and step % every_steps == 0)
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Settings of the process that must precede CUDA's start, and Python's garbage collector put in our hands.
+    """Makes the process's settings that must precede CUDA's start, and turns off automatic garbage collection.
 
-    Left alone, the collector stops each rank at another moment, and all wait for the one that was stopped.
+    The loop collects on all ranks at the same steps. Left alone, Python's collector would pause each rank at another
+    moment, and all ranks would wait for the paused one.
     """
     let_segments_grow()
     if config.train.deterministic:
@@ -229,7 +233,7 @@ def prepare_process(config: RunConfig) -> None:
 
 
 def open_heldout(config: RunConfig) -> Dataset | None:
-    """The held-out samples, or None where the config asks for no evaluation."""
+    """The held-out samples; None where the config asks for no evaluation."""
     if config.train.eval_every_steps is None:
         return None
     return open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="heldout")
@@ -248,12 +252,11 @@ def build_engine(
     fuse: Fuse | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """The model under its layout and precision, weights not yet set. All ranks call it.
+    """The engine with the model in its parallel layout and precision, its weights not yet set. All ranks call it.
 
-    ``fuse``: how chains of elementwise work are computed (None: as train.compile says, and this machine can, which
-    tells what it lacks);
-    ``copies``: how activations go to the host. Raises UserError where the device lacks train.precision, or the machine
-    the package of train.flash_attention.
+    ``fuse`` computes chains of elementwise operations; None chooses by train.compile and this machine, and rank 0 says
+    what is missing. ``copies`` moves activations to the host; None follows train.offload_activations. Raises UserError
+    where the device lacks train.precision, or the machine the package of train.flash_attention.
     """
     check_precision(config.train.precision, mesh.device)
     choose_flash_attention(config.train.flash_attention, mesh.device)
@@ -284,12 +287,12 @@ def build_engine(
 
 @dataclass
 class StepDone:
-    """What one step came to, the same on all ranks."""
+    """The outcome of one step, the same on all ranks."""
 
-    row: dict[str, Any]  # of metrics.jsonl
-    trained: bool  # the optimizer advanced
-    event: dict[str, Any] | None  # what was wrong with it, and what is to be done
-    stop_signal: int | None  # that some rank was asked to stop by
+    row: dict[str, Any]  # the step's line of metrics.jsonl
+    trained: bool  # whether the optimizer advanced
+    event: dict[str, Any] | None  # what was wrong with the step, and the action to be taken; None: nothing
+    stop_signal: int | None  # the signal by which some rank was asked to stop
 
 
 def run_step(
@@ -300,10 +303,10 @@ def run_step(
     stop: StopRequest | None = None,
     health: Health | None = None,
 ) -> StepDone:
-    """One update: draws the batch, accumulates gradients, judges, applies or drops them, advances ``state``.
+    """One training step: reads the batch, accumulates gradients, applies or drops them, and advances ``state``.
 
-    All ranks call it. Without ``health`` nothing is judged. A batch in which no target counts (documents of one token
-    each) has a loss of 0 and updates nothing.
+    All ranks call it. ``health`` judges the gradients and the loss before they are applied; None judges nothing. A
+    batch in which no target counts (documents of one token each) has a loss of 0 and updates nothing.
     """
     started = time.perf_counter()
     step = state.step + 1
@@ -333,9 +336,9 @@ def run_step(
 def roll_back(
     config: RunConfig, engine: Engine, state: TrainState, event: dict[str, Any], watchers: Watchers | NullWatchers
 ) -> TrainState:
-    """Goes back to the last good checkpoint, or to step 0, and leaves out all samples consumed since.
+    """Restores the last good checkpoint, or step 0, and returns its state with all samples consumed since left out.
 
-    All ranks call it. Weights that a batch has spoiled were often spoiled by those before it, so they go too.
+    All ranks call it. Batches before the bad one are left out too, since they often contributed to it.
     """
     restored, warnings = restore(config.checkpoint_location, engine, config.seed, config.init_from, config.run_path)
     left_out = (restored.consumed, state.consumed)
@@ -351,7 +354,7 @@ def roll_back(
 
 
 def move_to(totals: Totals, device: torch.device) -> dict[int, torch.Tensor]:
-    """The experts' counts by layer, as tensors on the device."""
+    """Layer -> each expert's count of token-expert pairs, as a tensor on the device."""
     return {layer: to_device(torch.from_numpy(counts), device) for layer, counts in totals.counts.items()}
 
 
@@ -366,7 +369,7 @@ def metrics_row(
     lr: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl; the layers' own numbers are there as their ``Metric`` says."""
+    """One line of metrics.jsonl for the step. The layers' own numbers appear under the keys of their ``Metric``."""
     device, precision = engine.mesh.device, config.train.precision
     speed = speed_metrics(
         tokens=n_tokens,
@@ -397,9 +400,9 @@ def metrics_row(
 
 
 def by_source(config: RunConfig, engine: Engine, heldout: Dataset, alive: Callable[[], None]) -> dict[str, float]:
-    """Each source's held-out loss where ``train.eval_by_source`` asks for it: one evaluation after another.
+    """``eval_loss/NAME`` -> the held-out loss of each source; empty without train.eval_by_source. All ranks call it.
 
-    All ranks call it.
+    Each source is a separate evaluation; ``alive`` is called after each micro-batch.
     """
     if not config.train.eval_by_source:
         return {}
@@ -416,7 +419,7 @@ def heldout_loss(
 ) -> float:
     """The held-out token cross-entropy. All ranks call it. ``alive`` is called after each micro-batch.
 
-    Of the first train.eval_sequences samples, or of those that ``at`` says: the first one's number, and how many.
+    ``at`` is (first sample, number of samples); None takes the first train.eval_sequences samples.
     """
     train = config.train
     first, n_sequences = at or (0, train.eval_sequences)

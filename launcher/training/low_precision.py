@@ -1,4 +1,4 @@
-"""Whether a device computes what train.precision asks for, and whether a CPU does in a time that anybody waits for."""
+"""Whether a device supports train.precision, and whether a CPU is fast enough at it to be useful."""
 
 import torch
 
@@ -15,7 +15,10 @@ HOPPER = (9, 0)  # the first compute capability with torch's grouped products of
 
 
 def check_precision(precision: Precision, device: torch.device, remedy: str = "try train.precision=bf16") -> None:
-    """Raises UserError where the GPU is too old for products of 8 bits. A CPU multiplies the same factors in bf16."""
+    """Raises UserError for fp8 on a GPU without torch's 8-bit matrix products (before Hopper, or AMD's).
+
+    A CPU passes: it multiplies the same 8-bit factors in bf16.
+    """
     if precision != "fp8" or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
@@ -25,7 +28,10 @@ def check_precision(precision: Precision, device: torch.device, remedy: str = "t
 
 
 def report_slow_products(watchers: Watchers | NullWatchers, config: RunConfig, mesh: Mesh, step: int) -> None:
-    """The event of a CPU that takes far longer for products in the run's 16 bits than in fp32; rank 0 measures it."""
+    """Rank 0 writes a "slow_products" event where a CPU's matrix products are far slower in 16 bits than in fp32.
+
+    It measures both first. Other ranks, GPUs and runs in fp32 do nothing.
+    """
     stored = config.train.stored
     if mesh.rank != 0 or mesh.device.type != "cpu" or stored == "fp32" or is_built_by_rows(DTYPES[stored]):
         return

@@ -1,4 +1,4 @@
-"""The run's newest checkpoint, by a file in its directory: so a start that finds none knows that there was one."""
+"""A file in the run directory that records the newest checkpoint, so that a start notices when checkpoints are lost."""
 
 import os
 from collections.abc import Sequence
@@ -15,14 +15,17 @@ from parallel.checkpoint.store import Folder
 
 @dataclass(frozen=True)
 class Newest:
-    """The last checkpoint that the run has saved, or gone on from."""
+    """The last checkpoint that the run has saved or resumed from."""
 
     name: str
-    location: str  # what it lies in: a URL, or an absolute path
+    location: str  # the place that holds it: a URL, or an absolute path
 
 
 def write_newest(run_path: Path, name: str, location: str) -> None:
-    """Records it. The file is replaced in one act; its first line is the name, which the job script reads."""
+    """Records the checkpoint ``name`` in ``location``. The file is replaced atomically.
+
+    Its first line is the name, which the job script reads.
+    """
     where = location if is_remote(location) else os.path.abspath(local_path(location))
     temporary = run_path / f"{NEWEST}.partial"
     try:
@@ -33,7 +36,7 @@ def write_newest(run_path: Path, name: str, location: str) -> None:
 
 
 def read_newest(run_path: Path) -> Newest | None:
-    """What is recorded; None for a run without a checkpoint so far. Raises UserError where the file is damaged."""
+    """The recorded newest checkpoint; None for a run that has none yet. Raises UserError where the file is damaged."""
     check_parts(run_path, NEWEST)
     path = run_path / NEWEST
     if not path.exists():
@@ -43,10 +46,11 @@ def read_newest(run_path: Path) -> Newest | None:
 
 
 def check_checkpoints(config: RunConfig, *, is_new: bool) -> None:
-    """Raises UserError where a start would begin the run again, or go on from another run's checkpoints. Reads only.
+    """Raises UserError where a start would lose the run's progress, or resume from another run's checkpoints.
 
-    ``is_new``: the run directory has had no start. A run that was killed before its first checkpoint has none on
-    record, and begins again. Raises OSError where checkpoints cannot be read.
+    That is: all checkpoints are damaged, they are gone though one is on record, or ``checkpoint.dir`` of a new run
+    (``is_new``: its directory has had no start) already holds some. A run that was killed before its first checkpoint
+    has none on record, and begins again. Reads only; raises OSError where checkpoints cannot be read.
     """
     location, newest = config.checkpoint_location, read_newest(config.run_path)
     folders = list_checkpoints(location)
@@ -58,7 +62,7 @@ def check_checkpoints(config: RunConfig, *, is_new: bool) -> None:
 
 
 def why_none_is_whole(folders: Sequence[Folder]) -> list[str]:
-    """What is wrong with each checkpoint, the newest first; empty where one is whole, by its manifest and sizes."""
+    """One line for each damaged checkpoint, the newest first; empty where one is whole by its manifest and sizes."""
     damaged = []
     for folder in reversed(folders):
         try:
@@ -71,7 +75,7 @@ def why_none_is_whole(folders: Sequence[Folder]) -> list[str]:
 
 
 def foreign_line(config: RunConfig, newest: Folder) -> str:
-    """Why a new run may not use a folder that holds checkpoints already."""
+    """The refusal of a new run whose checkpoint.dir already holds checkpoints of another run."""
     given, run_path = config.checkpoint.dir, config.run_path
     rule = f"must be this run's alone, and holds {newest.name} of another run, since run_dir={run_path} is new"
     remedy = f"choose another; init_from={newest.location} takes its weights, `roundtable branch` its states too"
@@ -80,7 +84,7 @@ def foreign_line(config: RunConfig, newest: Folder) -> str:
 
 
 def lost_line(run_path: Path, location: str, damaged: Sequence[str], newest: Newest | None = None) -> str:
-    """Why a run may not begin again: its checkpoints are ``damaged``, or gone though it has one on record."""
+    """The refusal to begin a run again from step 0: its checkpoints are ``damaged``, or gone though one is recorded."""
     rule, other = f"run_dir={run_path} must hold a whole checkpoint to go on from", "or choose another name or run_dir"
     if damaged:
         return f"{rule}, and all {len(damaged)} in {location} are damaged ({damaged[0]}); restore one, {other}"

@@ -1,8 +1,8 @@
-"""Whose checkpoints lie in ``checkpoint.dir``: one run's, which leaves a mark there.
+"""The mark by which one run owns ``checkpoint.dir``, so that no other run uses it.
 
-Two runs in one place would go on from each other's weights and delete each other's attempts. A run has a name of its
-own, drawn at its first start and kept in its directory; the mark holds that, and where the directory lies. A mark binds
-as long as that directory is there and bears the name: what a run left whose directory was removed binds nobody.
+Two runs in one place would resume from each other's weights and delete each other's unfinished checkpoints. Each run
+draws a random id at its first start and keeps it in its directory; the mark holds the id and the directory's path. A
+mark is valid as long as that directory exists and holds that id: one left by a removed run binds nobody.
 """
 
 import json
@@ -26,31 +26,32 @@ REMEDY = "remove it once no run keeps its checkpoints there"
 
 
 class Owner(NamedTuple):
-    """Whose a place for checkpoints is."""
+    """The run that owns a place for checkpoints."""
 
-    run: str  # the name that the run drew
+    run: str  # the id that the run drew
     run_dir: str  # an absolute path
 
     def text(self) -> bytes:
-        """As the mark has it."""
+        """The mark's content, one line of JSON."""
         return f"{json.dumps(self._asdict())}\n".encode()
 
     def is_there(self) -> bool:
-        """Whether the run's directory lies where it did."""
+        """Whether the run's directory is still where the mark says, with the run's id in it."""
         return read_run_id(Path(self.run_dir)) == self.run
 
 
 def read_run_id(run_path: Path) -> str | None:
-    """The run's own name; None before its first start. Raises UserError where the file is damaged."""
+    """The id that the run drew at its first start; None before that. Raises UserError where the file is damaged."""
     check_parts(run_path, RUN_ID)
     path = run_path / RUN_ID
     return path.read_text().strip() if path.is_file() else None
 
 
 def owner_of(location: str | Path) -> Owner | None:
-    """The run whose checkpoints belong there; None where none has said so.
+    """The run that owns the place ``location`` by its mark; None where there is no mark.
 
-    Raises UserError for a damaged mark, and OSError where a store cannot be asked.
+    A run's own folder of checkpoints has no mark and belongs to that run. Raises UserError for a damaged or unreadable
+    mark, and OSError where an object store does not answer.
     """
     try:
         content = open_store(location).owner()
@@ -81,16 +82,16 @@ def _parsed(content: bytes, location: str | Path) -> Owner:
 
 
 def check_owner(config: RunConfig) -> str | None:
-    """The name that a start of the run has, None where it is to draw one. Reads only.
+    """The run's id; None where this start has to draw a new one. Reads only.
 
-    Raises UserError where ``checkpoint.dir`` is another run's, and OSError where it cannot be read.
+    Raises UserError where ``checkpoint.dir`` belongs to another run, and OSError where it cannot be read.
     """
     run_path, location = config.run_path, config.checkpoint_location
     own, found = read_run_id(run_path), owner_of(location)
     if found is None or is_same_place(found.run_dir, run_path):
         return own
     _refuse_living(config, found)
-    if own is None:  # the run directory was lost, and made anew; of a new one other rules decide
+    if own is None:  # the run directory was lost and made anew, unless it is new: then check_checkpoints decides
         return found.run if (run_path / CONFIG).exists() else None
     if found.run != own and list_checkpoints(location):
         given = config.checkpoint.dir
@@ -102,9 +103,10 @@ def check_owner(config: RunConfig) -> str | None:
 
 
 def take_checkpoints(config: RunConfig, run: str) -> None:
-    """Marks ``checkpoint.dir`` as this run's, after ``check_owner``. One process calls it.
+    """Marks ``checkpoint.dir`` as this run's. One process calls it, after ``check_owner``.
 
-    Raises UserError where another run was faster.
+    Does nothing where checkpoint.dir is null. Raises UserError where another run has marked it meanwhile, or the mark
+    cannot be written.
     """
     location, mine = config.checkpoint_location, Owner(run, os.path.abspath(config.run_path))
     if config.checkpoint.dir is None:
@@ -121,10 +123,10 @@ def take_checkpoints(config: RunConfig, run: str) -> None:
 
 @contextmanager
 def keeping(config: RunConfig, fence: Fence) -> Iterator[None]:
-    """The only time in which this process may change the checkpoints: under the fence, and where the mark is its run's.
+    """A context in which this process may change the checkpoints: it holds the fence, and its run owns the place.
 
-    A mark that was taken away is put back. Raises StaleRun where another run has taken the place, OSError where that
-    cannot be told.
+    A mark that was removed is written again. Raises StaleRun where another run has taken the place, and OSError where
+    the mark cannot be read.
     """
     with fence.held():
         run, location = read_run_id(config.run_path), config.checkpoint_location
@@ -153,7 +155,7 @@ def _put(store: Store, mine: Owner, config: RunConfig, found: Owner | None) -> N
 
 
 def new_run_id() -> str:
-    """A name that no other run has."""
+    """A random id for a new run: 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 

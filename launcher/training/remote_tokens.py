@@ -1,4 +1,7 @@
-"""What a run began with of token files at URLs: kept beside the run, since a cache may be empty at the next start."""
+"""A record, kept in the run directory, of the token files at URLs as they were when the run began.
+
+A later start compares the objects with it, since this machine's cache may be empty by then.
+"""
 
 import json
 
@@ -11,12 +14,15 @@ from launcher.training.run_parts import REMOTE_TOKENS, check_parts
 
 
 def names_urls(config: RunConfig) -> bool:
-    """Whether a token file of this config lies at a URL."""
+    """Whether any of the config's token files lies at a URL."""
     return any(is_url(path) for path in (*(s.path for s in config.data.sources), config.data.heldout_path or ""))
 
 
 def check_remote_tokens(config: RunConfig) -> None:
-    """Raises UserError where an object is not the one that the run began with, whatever this machine's cache holds."""
+    """Raises UserError where an object at a URL is not the one that the run began with.
+
+    The stores are asked, whatever this machine's cache holds. A run without a record passes.
+    """
     path = config.run_path / REMOTE_TOKENS
     if not names_urls(config) or not path.exists():
         return
@@ -28,7 +34,10 @@ def check_remote_tokens(config: RunConfig) -> None:
 
 
 def remote_tokens(config: RunConfig) -> str | None:
-    """What is to be kept at a run's first start, as text; None where there is nothing, or it is kept already."""
+    """The record to be written at a run's first start, as JSON; None without token files at URLs, or where one exists.
+
+    Raises UserError where a store does not answer for an object.
+    """
     if not names_urls(config) or (config.run_path / REMOTE_TOKENS).exists():
         return None
     try:

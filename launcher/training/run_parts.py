@@ -1,7 +1,7 @@
-"""What a run directory holds: each part's name, what kind of thing it is, and what may stand in it.
+"""The parts of a run directory: the name, the kind and the permitted content of each file and folder.
 
-Commands ask here before they read or write a part, so that one which was damaged, replaced or copied badly is named in
-a line, and nothing blocks on a pipe, grows without bounds or is half written before that is found.
+Commands check the parts here before they read or write them. A part that was damaged, replaced or badly copied is then
+named in one line, before a command blocks on a named pipe, reads a huge file into memory or leaves a half-written one.
 """
 
 import errno
@@ -25,13 +25,13 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 LOCK = ".lock"
 STARTED_IN = ".started_in"
-RUN_ID = ".run_id"  # the name that the run drew at its first start
+RUN_ID = ".run_id"  # the random id that the run drew at its first start
 NEWEST = ".newest_checkpoint"
 LINEAGE = "branched_from.json"
 REPORT = "report.html"
 WITHOUT = "without.jsonl"  # of a branched run, and the copy in a checkpoint of any run with data.without
-REMOTE_TOKENS = "remote_tokens.json"  # what the stores said of token files at URLs when the run began
-TOKEN_FILES = "token_files.json"  # what the token files on this machine were when the run began
+REMOTE_TOKENS = "remote_tokens.json"  # record of the token files at URLs when the run began, as the stores told it
+TOKEN_FILES = "token_files.json"  # record of the token files on this machine when the run began
 LOGS = "logs"
 WANDB = "wandb"
 WANDB_ID = f"{WANDB}/run_id"
@@ -44,7 +44,7 @@ NAMES = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a name
 
 
 def _json_in(text: bytes) -> Any:
-    """What JSON says; None where it is none."""
+    """The parsed JSON; None where the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -65,7 +65,7 @@ def _why_no_rows(path: Path) -> str | None:
 
 
 def _why_no_holder(path: Path) -> str | None:
-    """The lock file's content is a holder's; empty or NUL bytes is what a power cut leaves."""
+    """The rule broken where the content is no holder's. Empty, or NUL bytes as a power cut leaves them, is right."""
     text = path.read_bytes().strip(b"\0 \n")
     if not text or isinstance(_json_in(text), dict):
         return None
@@ -85,7 +85,7 @@ def _why_no_run_id(path: Path) -> str | None:
 
 
 def _why_no_checkpoint(path: Path) -> str | None:
-    """The name of a checkpoint, and the folder or URL that it lies in."""
+    """The rule broken where it does not hold a checkpoint's name and the folder or URL that the checkpoint lies in."""
     name, _, location = path.read_bytes().partition(b"\n")
     if step_of(os.fsdecode(name)) is not None and location.rstrip(b"\n"):
         return None
@@ -102,7 +102,7 @@ def _why_no_names(path: Path) -> str | None:
 
 
 def _why_no_lineage(path: Path) -> str | None:
-    """The run directory and the step that a branched run came from, and which documents it leaves out."""
+    """The rule broken where it lacks the parent run and step of a branched run, or the documents left out are malformed."""
     found = _json_in(path.read_bytes())
     found = found if isinstance(found, dict) else {}
     without, run_id = found.get("without"), found.get("run_id")
@@ -126,7 +126,7 @@ def _why_no_records(path: Path) -> str | None:
 
 
 def _why_no_token_files(path: Path) -> str | None:
-    """A record of each token file, by source and by name."""
+    """The rule broken where it does not hold one record for each token file, by source and by name."""
     found = _json_in(path.read_bytes())
     sources = list(found.values()) if isinstance(found, dict) else [None]
     if all(isinstance(each, dict) and all(isinstance(file, dict) for file in each.values()) for each in sources):
@@ -143,13 +143,13 @@ def _why_no_id(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a run directory, which need not be there."""
+    """One part of a run directory; it may be missing."""
 
     name: str  # below the run directory; may be a glob
     kind: Literal["file", "folder"]
-    max_bytes: int | None = None  # of what is read whole
-    fault: Fault = _no_fault  # what is read piece by piece is checked before it is written; else its reader does it
-    may_dangle: bool = False  # a link to what does not exist yet is right
+    max_bytes: int | None = None  # the largest size of a part that is read whole
+    fault: Fault = _no_fault  # without max_bytes, it runs only before writing: otherwise the part's reader checks it
+    may_dangle: bool = False  # a link to a file that does not exist yet is permitted
 
 
 PARTS = (
@@ -190,10 +190,10 @@ PARTS = (
 
 
 def check_parts(run_path: Path, *names: str, writing: bool = False) -> None:
-    """Raises UserError with a line for each part that is not what it must be; one that is missing is none.
+    """Raises UserError with a line for each part that is not what it must be; a missing part is no error.
 
-    ``names`` are the parts that the caller is about to read, each with what lies below it; none means all.
-    ``writing``: they must also be this user's to write. Changes nothing.
+    ``names`` are the parts that the caller is about to read, each with what lies below it; without names, all parts are
+    checked. ``writing``: this user must also have the right to write them. Reads only.
     """
     problems = [line for part in _chosen(names) for line in _problems(run_path, part, writing)]
     if problems:
@@ -217,7 +217,7 @@ def _problems(run_path: Path, part: Part, writing: bool) -> Iterator[str]:
 
 
 def _why_wrong(path: Path, part: Part, writing: bool) -> str | None:
-    """The line about one path; None where it is right, or not there."""
+    """The line that says what is wrong with one path; None where it is right, or not there."""
     rule = f"{path} must be a {part.kind}"
     try:
         found = path.stat()

@@ -1,4 +1,4 @@
-"""The samples of a run's steps: which they are, and how they come to this rank, read ahead by a thread."""
+"""Which samples each step of a run takes, and the thread that reads this rank's share of them ahead."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +13,15 @@ from launcher.training.batches import HostBatch, NarrowBatch, prepare
 from parallel.batch import share_of_batch
 from parallel.mesh import Mesh
 
-# What a step asks for its samples: a dataset, or what reads one ahead.
+# What a step reads its samples from: a dataset, or a reader that prepares them ahead of time.
 Samples = Dataset | ReadAhead[HostBatch | NarrowBatch]
 
 
 def open_samples(config: RunConfig, dataset: Dataset, mesh: Mesh) -> ReadAhead[HostBatch | NarrowBatch]:
-    """What reads the steps' samples for this rank, data.read_ahead steps ahead. ``expect`` says where the run is."""
+    """A reader that prepares this rank's samples data.read_ahead steps ahead.
+
+    Its ``expect`` has to be called with the steps to come, at the start and after each rollback.
+    """
     return ReadAhead(
         dataset,
         lambda indices: share_of_batch(indices, config.train.micro_batch_size, mesh),
@@ -31,7 +34,10 @@ def open_samples(config: RunConfig, dataset: Dataset, mesh: Mesh) -> ReadAhead[H
 def why_out_of_data(
     stages: Stages, train: TrainConfig, step: int, consumed: int, skipped: Sequence[tuple[int, int]]
 ) -> str | None:
-    """The line where too few samples are left for the step after ``step``; None where there are enough."""
+    """The message that too few samples are left for the step after ``step``; None where there are enough.
+
+    ``consumed`` is the number of the next sample, and ``skipped`` the ranges left out after rollbacks.
+    """
     if stages.end is None or place_after(consumed, train.batches.size_at(step + 1), skipped) <= stages.end:
         return None
     left_out = sum(last - first for first, last in hopped_ranges(0, consumed, skipped))
@@ -42,7 +48,10 @@ def why_out_of_data(
 def steps_to_come(
     train: TrainConfig, step: int, consumed: int, skipped: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Each step after ``step`` and the numbers of its samples, as they are unless the run goes back."""
+    """(step, numbers of its samples) of each step after ``step`` up to train.steps, as long as no rollback follows.
+
+    ``consumed`` is the number of the next sample, and ``skipped`` the ranges left out after earlier rollbacks.
+    """
     for following in range(step + 1, train.steps + 1):
         indices = take(consumed, train.batches.size_at(following), skipped)
         yield following, indices

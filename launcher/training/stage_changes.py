@@ -1,4 +1,4 @@
-"""Stages of the data that a start changes: which they are, and whether what is trained on already would change."""
+"""Changes to data.stages between two starts of a run, refused where they would change data already trained on."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,15 +11,15 @@ STAGES = "data.stages"
 
 
 def is_of_stages(key: str) -> bool:
-    """Whether a changed key is of the stages."""
+    """Whether the dotted config key ``key`` is data.stages or lies below it."""
     return f"{key}.".startswith(f"{STAGES}.")
 
 
 def stage_problem(old: RunConfig, new: RunConfig, consumed: int) -> str | None:
-    """The line where the new stages deal a sample anew that is consumed already; None where they deal none.
+    """The refusal of new stages that would change a sample which the run has already consumed; None where none would.
 
-    ``consumed``: where the run that goes on has its next sample. None, too, where seq_len or the sources are others,
-    which are refused by themselves: in other sequences, or by the sources' own weights, all would be dealt anew.
+    ``consumed`` is the number of the resumed run's next sample. Returns None, too, where data.seq_len or data.sources
+    changed: that changes every sample, and another check refuses it.
     """
     if (old.data.seq_len, old.data.sources) != (new.data.seq_len, new.data.sources):
         return None
@@ -35,9 +35,10 @@ def stage_problem(old: RunConfig, new: RunConfig, consumed: int) -> str | None:
 
 
 def told_of_stages(config: RunConfig, before: tuple[StageConfig, ...], consumed: int) -> dict[str, Any]:
-    """What the event of changed stages says besides: from which token on the data is another, and what is consumed.
+    """Fields added to the config_change event of data.stages: ``from_tokens`` and ``consumed_tokens``.
 
-    ``before`` are the stages of the run's start before this one. ``from_tokens`` is null where no token is dealt anew.
+    ``before`` are the stages of the run's previous start, and ``consumed`` the samples consumed so far.
+    ``from_tokens`` is the first token of the training order that changes; null where none does.
     """
     changed, seq_len = first_change(replace(config.data, stages=before), config.data), config.data.seq_len
     from_tokens = changed * seq_len if changed is not None else None

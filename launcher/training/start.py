@@ -1,4 +1,4 @@
-"""What comes before the loop: checks, missing token files, the run directory, and the ranks."""
+"""The start of a run, before the training loop: checks, preparing token files, claiming the run directory, ranks."""
 
 import os
 import shlex
@@ -41,8 +41,8 @@ Answer = TypeVar("Answer")
 def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int = 0) -> int:
     """Trains the config on ``ranks`` local processes, or as one rank of a torchrun or srun job. Returns the exit code.
 
-    On one machine, missing token files are prepared first; a job refuses instead and names the command. After a crash
-    of local processes, all are started again, ``max_restarts`` times at most.
+    On one machine, missing token files are prepared first; a job instead refuses to start and names the command that
+    prepares them. After a crash, all local processes are started again, at most ``max_restarts`` times.
     """
     path = enter_start_folder(path, overrides)
     job_size = world_size_from_environment()
@@ -57,7 +57,10 @@ def start_training(path: Path, overrides: Sequence[str], ranks: int | None, max_
 
 
 def train_here(path: Path, overrides: Sequence[str], ranks: int | None, max_restarts: int) -> int:
-    """Trains on local processes. A request to stop that comes before they hear one ends this process with STOPPED."""
+    """Checks, prepares and claims the run, then trains it on local processes; returns the exit code.
+
+    A request to stop that comes before the processes listen for one ends this process with exit code STOPPED.
+    """
     n_ranks = ranks if ranks is not None else default_ranks()
     check_limits(n_ranks)
     config = with_source(load_checked(path, overrides, world_size=n_ranks))
@@ -79,7 +82,7 @@ def train_here(path: Path, overrides: Sequence[str], ranks: int | None, max_rest
 
 
 def how_to_go_on(config: RunConfig, command: str) -> str:
-    """After an interrupt: what is saved, and what goes on from there, in a line."""
+    """The line shown after an interrupt: the last saved step, and the command that resumes from it."""
     step = newest_checkpoint(config.checkpoint_location)
     if step == 0:
         return f"interrupted: {config.run_path} holds no checkpoint yet; `{command}` begins again"
@@ -88,7 +91,10 @@ def how_to_go_on(config: RunConfig, command: str) -> str:
 
 
 def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
-    """This process is a rank already: trains, or refuses as all other ranks do."""
+    """Trains as one rank of a running job of ``job_size`` processes; returns the exit code.
+
+    Where the ranks disagree or a check fails, all ranks refuse together.
+    """
     end_with_job()
     check_ranks(ranks, job_size)
     check_limits(job_size)
@@ -121,7 +127,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
 
 
 def check_ranks(ranks: int | None, job_size: int) -> None:
-    """Refuses a number of processes that is not the job's."""
+    """Raises UserError where --ranks is given and differs from the job's number of processes."""
     if ranks is None or ranks == job_size:
         return
     rule = f"--ranks={ranks} must equal the job's {job_size} process{'es' if job_size > 1 else ''}"
@@ -132,14 +138,20 @@ def check_ranks(ranks: int | None, job_size: int) -> None:
 
 
 def check_start(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """What changed since the run's last start; refuses what can be refused before token files are prepared."""
+    """(key, old value, new value) of each change since the run's last start, after all of ``start_checks``.
+
+    Raises UserError for whatever can be refused before token files are prepared.
+    """
     for check in start_checks().values():
         check(config)
     return check_resume(config)
 
 
 def start_checks() -> dict[str, Callable[[RunConfig], object]]:
-    """What a start looks at before it changes anything, in order: by what is looked at. Each raises its refusal."""
+    """The checks that a start makes before it changes anything: name of what is checked -> function, in order.
+
+    Each raises UserError (or DataError) where it refuses the config.
+    """
     from data.foreign import check_foreign_files
     from launcher.training.compiling import check_compiler
     from launcher.training.flash import check_flash_attention
@@ -159,7 +171,7 @@ def start_checks() -> dict[str, Callable[[RunConfig], object]]:
 
 
 def check_prepared(config: RunConfig, path: Path) -> None:
-    """Refuses token files that are not there: in a job, none are prepared."""
+    """Raises UserError where token files are missing, naming the command that prepares them: a job prepares none."""
     from data.prepared import find_prepared
 
     if find_prepared(config.data, config.model.vocab_size) is None:
@@ -172,9 +184,9 @@ def check_prepared(config: RunConfig, path: Path) -> None:
 
 
 def check_tokens(config: RunConfig) -> None:
-    """Opens what the ranks will open, so that damaged, empty or changed token files are refused before anything else.
+    """Opens the datasets that the ranks will open, so that bad token files are refused before anything is created.
 
-    Nothing is created before that.
+    Raises DataError or UserError where files are damaged, empty, changed since the run began, or hold too few samples.
     """
     from data.dataset import open_dataset
     from launcher.training.token_files import check_files_of_run
@@ -187,7 +199,7 @@ def check_tokens(config: RunConfig) -> None:
 
 
 def check_named_tasks(config: RunConfig) -> None:
-    """Reads the tasks that train.eval_tasks names by their files; their text waits for the tokenizer."""
+    """Checks train.eval_tasks as far as is possible without a tokenizer. Raises UserError."""
     if config.train.eval_tasks:
         from launcher.training.live_tasks import check_task_files
 
@@ -195,7 +207,7 @@ def check_named_tasks(config: RunConfig) -> None:
 
 
 def check_evaluated_tasks(config: RunConfig) -> None:
-    """Reads train.eval_tasks whole, so that what is wrong with them is refused before anything is created."""
+    """Checks train.eval_tasks in full, with the tokenizer, before anything is created. Raises UserError."""
     if config.train.eval_tasks:
         from launcher.training.live_tasks import check_tasks
 
@@ -203,9 +215,9 @@ def check_evaluated_tasks(config: RunConfig) -> None:
 
 
 def check_enough(n_samples: int | None, train: TrainConfig, newest: Manifest | None = None) -> None:
-    """Refuses a run that takes more samples than the sources' caps on epochs leave. None: they leave any number.
+    """Raises UserError where train.steps takes more than ``n_samples``, which data.sources.max_epochs leaves in all.
 
-    What counts is what comes after ``newest``, the checkpoint that the run goes on from.
+    None means no limit. Only the steps after ``newest``, the checkpoint that the run resumes from, are counted.
     """
     step = newest.step if newest is not None else 0
     if n_samples is None or train.steps <= step:
@@ -225,14 +237,14 @@ def check_enough(n_samples: int | None, train: TrainConfig, newest: Manifest | N
 
 
 def default_ranks() -> int:
-    """One process for each GPU, or one where there is none."""
+    """The number of local processes where none is given: one for each GPU, or one on a machine without GPUs."""
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
 def check_gpus(n_ranks: int) -> None:
-    """Refuses more local processes than there are GPUs, where there are any: NCCL takes no two ranks on one."""
+    """Raises UserError for more local processes than GPUs, if there are any: NCCL allows one rank for each GPU."""
     import torch
 
     n_gpus = torch.cuda.device_count()
@@ -242,7 +254,7 @@ def check_gpus(n_ranks: int) -> None:
 
 
 def prepare_missing(config: RunConfig) -> None:
-    """Prepares token files that are not there, showing progress."""
+    """Prepares the config's token files where they are missing, showing progress."""
     from data.prepared import find_prepared
 
     if find_prepared(config.data, config.model.vocab_size) is None:
@@ -252,7 +264,7 @@ def prepare_missing(config: RunConfig) -> None:
 
 
 def check_checkpoint_dir(config: RunConfig) -> None:
-    """Refuses a checkpoint.dir that cannot be opened, or that is gone when the process ends. Changes nothing."""
+    """Raises UserError for a checkpoint.dir that cannot be opened, or that does not outlive the process. Reads only."""
     location = config.checkpoint.dir
     if location is None:
         return
@@ -268,9 +280,9 @@ def check_checkpoint_dir(config: RunConfig) -> None:
 
 
 def check_room(config: RunConfig) -> None:
-    """Refuses a run whose checkpoints cannot fit on its disk, before anything is created.
+    """Raises UserError where the disk has no room for all checkpoints that the run will keep, and the one being written.
 
-    One checkpoint more than those that stay exists while it is being written.
+    Checkpoints on an object store are not checked.
     """
     checkpoint = config.checkpoint
     if is_remote(config.checkpoint_location):
@@ -295,7 +307,7 @@ def check_room(config: RunConfig) -> None:
 
 
 def room_needed(config: RunConfig) -> tuple[int, float]:
-    """The most checkpoints that a run on a file system has at once, and the GiB of those that are not there yet."""
+    """(the largest number of checkpoints that exist at once, GiB needed for those not there yet), on a file system."""
     checkpoint = config.checkpoint
     planned = config.train.steps // checkpoint.every_steps + 1 if checkpoint.every_steps else 1
     for_good = config.train.steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
@@ -305,14 +317,14 @@ def room_needed(config: RunConfig) -> tuple[int, float]:
 
 
 def room_free_gib(path: Path) -> float:
-    """The free space where ``path`` is or would be."""
+    """Free GiB on the disk where ``path`` is or would be."""
     import shutil
 
     return shutil.disk_usage(nearest_existing(path)).free / 2**30
 
 
 def checkpoint_gib(config: RunConfig) -> float:
-    """The size of one checkpoint: masters and the optimizer's states in fp32."""
+    """The size of one checkpoint in GiB: the weights and the optimizer states, all in fp32."""
     from modeling.logical import logical_parameters
 
     tensors = logical_parameters(config.model).values()
@@ -324,8 +336,8 @@ def run_locally(
 ) -> int:
     """Trains in ``n_ranks`` processes of this machine, starting them again after a crash; returns the exit code.
 
-    A failure is printed once, and what has become of token files under the run, which ends it with exit code 2. Each
-    start has new processes, a port of its own, and the last good checkpoint.
+    A failure is printed once. Where token files became unreadable during the run, that is printed too, and the exit
+    code is 2. Each start has new processes, a new port, and resumes from the last good checkpoint.
     """
     from parallel.mesh import Degrees
 
@@ -354,10 +366,10 @@ def run_locally(
 
 
 def spoilt_tokens(config: RunConfig) -> Exception | None:
-    """Why the run's token files can no longer be read; None where they can.
+    """The error that the run's token files now raise; None where they can be read.
 
-    A rank that reads beyond the end of a file that was cut ends by SIGBUS, which names nothing. What a disk or a store
-    does not give now it may give to the next start.
+    A rank that reads a mapped file beyond its truncated end dies by SIGBUS, without a message. An OSError counts as
+    readable: a disk or store that fails now may work at the next start.
     """
     try:
         check_tokens(config)
@@ -369,13 +381,13 @@ def spoilt_tokens(config: RunConfig) -> Exception | None:
 
 
 def first_line(failure: Exception) -> str:
-    """A failure in a line: of a traceback, the rank and the exception."""
+    """A failure in one line: its first line, and for a traceback also the exception."""
     lines = str(failure).splitlines()
     return f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[1].startswith("Traceback") else lines[0]
 
 
 def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: Restart | None, fence: Fence) -> int:
-    """One rank's process; returns the exit code."""
+    """Trains as one of the local ranks, within its own process; returns the exit code."""
     with hearing(ends_at_second=False) as stop:  # the launching process ends its ranks
         from launcher.training.loop import train
 
@@ -383,10 +395,11 @@ def train_rank(config: RunConfig, changed: list[tuple[str, Any, Any]], restart: 
 
 
 def exit_two_for(work: Callable[[], Answer]) -> Answer:
-    """What ``work`` returns, in a process that ``run_ranks`` started.
+    """What ``work`` returns, within a process that ``run_ranks`` started; errors become an exit code.
 
-    The user's mistakes found on the way (a foreign token id) are printed, with code 2. That the run directory was taken
-    away, the run started again elsewhere, or a store did not answer, is the launcher's to say, with code 1.
+    A user's mistake that is found only now (such as a token id outside the vocabulary) is printed, and the process
+    exits with code 2. Where the run directory was removed, the run was started elsewhere, or a store does not answer,
+    the launching process is told the reason, which it prints, and the exit code is 1.
     """
     try:
         return work()
@@ -399,6 +412,6 @@ def exit_two_for(work: Callable[[], Answer]) -> Answer:
 
 
 def last_word(error: StaleRun | OSError) -> str:
-    """Why a run ends, in a line."""
+    """The reason in one line why a run ends after this error."""
     line = why_refused(error) if isinstance(error, OSError) else None
     return line if line is not None else str(error)

@@ -1,4 +1,4 @@
-"""One training step's passes over the model: which samples, which share of them, and the sums they leave.
+"""One training step's forward and backward passes over this rank's samples, and the sums that they produce.
 
 Shape letters: B micro-batch, S sequence, E experts.
 """
@@ -26,7 +26,7 @@ from parallel.mesh import Mesh, max_over_ranks, sum_over_ranks
 from parallel.processes.stop import StopRequest, elected
 from parallel.zero.engine import Engine
 
-# The run's seed and the update's number (from 1): what dropout's masks follow from besides the place in the batch.
+# (the run's seed, the update's number from 1): dropout's masks depend on these and on the place in the batch.
 DrawnFrom = tuple[int, int]
 
 
@@ -34,12 +34,12 @@ DrawnFrom = tuple[int, int]
 class Totals:
     """Sums and maxima over the whole global batch, the same on every rank."""
 
-    loss: float  # of the targets' cross-entropies
-    z_loss: float  # of their squared logsumexps
-    further_losses: list[float]  # by depth, of the cross-entropies of tokens further ahead
+    loss: float  # sum of the targets' cross-entropies
+    z_loss: float  # sum of their squared logsumexps
+    further_losses: list[float]  # by depth, the sum of the cross-entropies of tokens further ahead
     counts: dict[int, np.ndarray]  # layer -> token-expert pairs processed by each expert
     metrics: dict[str, dict[int, float]]  # name in RoutingStats -> layer -> sum, or largest value
-    stop_signal: int | None  # that some rank was asked to stop by
+    stop_signal: int | None  # the signal by which some rank was asked to stop
 
 
 def read_micro_batch(
@@ -55,9 +55,9 @@ def read_micro_batch(
 ) -> MicroBatch:
     """This rank's share of the samples, on its device. Ranks of cp, tp and pp read the same samples.
 
-    The scales are what the auxiliary losses weigh, and by depth what a token further ahead does. ``expects_padding``:
-    the model takes the way around padding where there is none, too. ``drawn_from``: what dropout's masks follow from
-    besides; None: nothing is dropped.
+    ``balance_scale`` and ``z_scale`` are the weights of a sequence's balance loss and of a token's router z-loss in the
+    total loss; ``ahead_scales`` are, by depth, those of a token further ahead. With ``expects_padding`` the model runs
+    the operations that skip padding even where there is none. ``drawn_from`` seeds dropout; None drops nothing.
     """
     read = dataset.read(indices)
     given = prepare(read, mesh) if isinstance(read, Batch) else read
@@ -80,16 +80,16 @@ def read_micro_batch(
 
 @dataclass(frozen=True)
 class Weights:
-    """What each loss of one batch weighs in the total that is differentiated."""
+    """The weight of each kind of loss of one batch in the total that is differentiated."""
 
     target: float  # a target's cross-entropy; the engine's factor comes on top
     balance: float  # a sequence's balance loss
     z: float  # a token's router z-loss
-    further: tuple[float, ...] = ()  # by depth, a further token's cross-entropy
+    further: tuple[float, ...] = ()  # by depth, the cross-entropy of a token further ahead
 
 
 def weights_of(engine: Engine, dataset: Samples, indices: np.ndarray) -> Weights:
-    """What each kind of loss weighs in the batch of these samples."""
+    """The weights of the losses for the batch of the samples ``indices``: each loss counts as a mean over the batch."""
     n_targets, n_tokens = dataset.count(indices)
     return Weights(
         target=1 / max(1, n_targets),
@@ -108,13 +108,13 @@ def accumulate_gradients(
     drawn_from: DrawnFrom,
     weights: Weights | None = None,
 ) -> Totals:
-    """The whole batch forward and backward; leaves gradients in the engine and returns the sums. All ranks call it.
+    """Runs the whole batch forward and backward, leaves gradients in the engine and returns sums. All ranks call it.
 
-    ``drawn_from``: what dropout's masks follow from. ``weights``: those of the batch, unless it is a part of one.
+    ``drawn_from`` seeds dropout. ``weights`` are computed from ``indices`` unless given, as for a part of a batch.
 
     The loss is the sum of the cross-entropies divided by the number of targets of the whole batch, which every rank
     counts before its first backward pass; so it depends neither on micro-batches nor on ranks. Where no target
-    counts it is 0, and so are its gradients; those of the auxiliary losses are for the caller to drop.
+    counts, it and its gradients are 0; the caller has to drop those of the auxiliary losses.
     """
     mesh = engine.mesh
     weights = weights or weights_of(engine, dataset, indices)
@@ -138,9 +138,10 @@ def accumulate_gradients(
 
 
 def further_scales(engine: Engine, dataset: Samples, indices: np.ndarray) -> list[float]:
-    """By depth, what the loss of one token further ahead weighs in the total that is differentiated.
+    """By depth, the weight of the cross-entropy of one token further ahead in the total; empty without model.mtp.
 
-    Each depth's loss is the mean over its own targets of the whole batch; the coefficient is that of the depths' mean.
+    Each depth's loss is the mean over its own targets of the whole batch, and model.mtp.coefficient weighs the mean
+    over the depths.
     """
     mtp = engine.model_config.mtp
     if mtp is None:
@@ -150,15 +151,18 @@ def further_scales(engine: Engine, dataset: Samples, indices: np.ndarray) -> lis
 
 
 def further_losses(totals: Totals, counts: Sequence[int]) -> dict[str, float]:
-    """For a row of metrics.jsonl: by depth k, the mean cross-entropy of the tokens k + 1 places ahead."""
+    """The fields "mtp/loss_k" of a row of metrics.jsonl: the mean cross-entropy of the tokens k + 1 places ahead.
+
+    ``counts`` are the numbers of targets by depth, in the whole batch.
+    """
     pairs = enumerate(zip(totals.further_losses, counts, strict=True), 1)
     return {f"mtp/loss_{k}": loss / max(1, count) for k, (loss, count) in pairs}
 
 
 def agree_to_stop(stop: StopRequest, mesh: Mesh) -> int | None:
-    """A signal that some rank was asked to stop by, the same on all ranks, or None. All ranks call it; 16 bytes.
+    """The signal by which some rank was asked to stop, the same on all ranks, or None. All ranks call it; 16 bytes.
 
-    For after long work outside the steps, which tell each other along with their sums.
+    It is called after long work between steps. Within a step, ranks exchange this along with the step's sums.
     """
     return elected(sum_over_ranks(torch.tensor(stop.votes(), dtype=torch.float64), mesh).tolist())
 
@@ -173,12 +177,10 @@ def evaluate(
     mesh: Mesh,
     first: int = 0,
 ) -> float:
-    """Token cross-entropy of ``n_sequences`` held-out samples from ``first`` on, normalized as the training loss.
+    """Mean cross-entropy per target of ``n_sequences`` held-out samples from ``first`` on. All ranks call it.
 
-    All ranks call it.
-
-    ``run`` makes the forward passes. Every rank makes as many, of one shape, since the others wait for its part: what a
-    rank lacks is filled with samples whose targets do not count.
+    ``run`` makes the forward passes. Every rank makes the same number of them, with the same shapes, since ranks wait
+    for each other within them: missing samples are filled with ones whose targets do not count.
     """
     indices = np.arange(first, min(first + n_sequences, dataset.n_samples))
     n_targets, _ = dataset.count(indices)
@@ -197,7 +199,7 @@ def evaluate(
 
 
 class Sums:
-    """Running sums and maxima of this rank's passes, kept in fp64 on the device until the step's end."""
+    """Running sums and maxima over this rank's forward passes, kept on the device until the step's end."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.moe_layers = [layer for layer in config.all_layers if config.is_moe_layer(layer)]
@@ -205,11 +207,11 @@ class Sums:
         self.loss: Tensor | float = 0.0
         self.z_loss: Tensor | float = 0.0
         self.further_losses: list[Tensor | float] = [0.0 for _ in config.mtp_layers]
-        self.layers: dict[int, Tensor] = {}  # of the layers that this rank's stages hold: summed metrics, then counts
-        self.maxima: dict[int, Tensor] = {}  # the metrics of which the largest value counts
+        self.layers: dict[int, Tensor] = {}  # MoE layer on this rank -> fp64 row: summed metrics, then experts' counts
+        self.maxima: dict[int, Tensor] = {}  # MoE layer on this rank -> fp64 row: metrics whose largest value counts
 
     def add(self, output: Output) -> None:
-        """Adds one forward pass."""
+        """Adds the losses and routing statistics of one forward pass."""
         if output.loss is not None:
             assert output.z_loss is not None
             self.loss, self.z_loss = self.loss + output.loss.detach(), self.z_loss + output.z_loss
@@ -222,9 +224,9 @@ class Sums:
             self.maxima[layer] = torch.maximum(self.maxima[layer], most) if layer in self.maxima else most
 
     def over_ranks(self, mesh: Mesh, stop: StopRequest) -> Totals:
-        """The sums over all ranks, by one all-reduce of a small fp64 vector on the device, and by another any maxima.
+        """The totals over all ranks: one all-reduce of a small fp64 vector on the device, and one for maxima, if any.
 
-        All ranks call it. On CUDA the host waits once, for the sums' copy.
+        All ranks call it. On CUDA the host waits for the sums to be copied.
         """
         votes = stop.votes()
         total = sum_over_ranks(self.packed(mesh, votes), mesh).cpu()
@@ -242,11 +244,11 @@ class Sums:
         )
 
     def packed(self, mesh: Mesh, votes: Sequence[float]) -> Tensor:
-        """What this rank adds to the totals, fp64 on the device: votes to stop, losses, and each MoE layer's row.
+        """This rank's summand of the totals, fp64 on the device: votes to stop, losses, and each MoE layer's row.
 
-        The ranks of tp hold the same losses, and those of tp and cp the same sequences' sums; each counts for its
-        share. Whether a rank was asked to stop goes along, so that all know of it after the same step. Numbers that
-        the host knows are filled in there: copying them would make a CUDA device's host wait.
+        Ranks of tp hold the same losses, and ranks of tp and cp the same sums over sequences, so each adds its share.
+        The votes to stop are included so that all ranks learn of a request after the same step. Numbers that the host
+        knows are filled in on the device: copying them would make a CUDA device's host wait.
         """
         double: dict[str, Any] = {"dtype": torch.float64, "device": mesh.device}
         known = [torch.full((), float(vote), **double) for vote in votes]
@@ -260,7 +262,7 @@ class Sums:
         return torch.cat([torch.stack(known), torch.stack(losses) / mesh.tp.degree, rows])
 
     def maxima_over_ranks(self, mesh: Mesh) -> dict[str, dict[int, float]]:
-        """The metrics of which the largest value counts: name -> layer -> value. All ranks call it."""
+        """The metrics that are reduced by their largest value: name -> layer -> value. All ranks call it."""
         names = metrics_of(RoutingStats, "max")
         rows = self.on_all_layers(self.maxima, len(names), -math.inf, mesh)
         total = max_over_ranks(rows, mesh).cpu() if len(rows) else rows.cpu()
@@ -273,7 +275,7 @@ class Sums:
 
 
 def _scalars(stats: RoutingStats, reduce: Literal["sum", "max"]) -> Tensor:
-    """The metrics of one way to reduce, as one fp64 vector."""
+    """The metrics of ``stats`` that are reduced in this way, as one fp64 vector."""
     values = [getattr(stats, name).double() for name in metrics_of(RoutingStats, reduce)]
     return torch.stack(values) if values else stats.counts_E.new_empty(0, dtype=torch.float64)
 

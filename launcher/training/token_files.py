@@ -1,4 +1,4 @@
-"""Which token files a run began with: kept beside the run, so that another start reads the same tokens."""
+"""A record, kept in the run directory, of the token files that a run began with, so that later starts read the same."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from launcher.training.run_parts import TOKEN_FILES, check_parts
 def check_files_of_run(config: RunConfig, run_path: Path) -> None:
     """Raises UserError where a token file is not the one that the run in ``run_path`` began with. Reads only.
 
-    A run that began before this was kept, or whose token files are still to be prepared, passes. So does a record that
-    is damaged, which ``check_parts`` names.
+    A run without a record, or whose token files are still to be prepared, passes. So does a damaged record, which
+    ``check_parts`` reports by itself.
     """
     path, prepared = run_path / TOKEN_FILES, _prepared(config)
     try:
@@ -31,7 +31,7 @@ def check_files_of_run(config: RunConfig, run_path: Path) -> None:
 
 
 def token_files(config: RunConfig) -> str | None:
-    """What is to be kept at a run's first start, as text; None where there is nothing, or it is kept already."""
+    """The record to be written at a run's first start, as JSON; None without token files, or where one exists."""
     if (config.run_path / TOKEN_FILES).exists():
         return None
     prepared = _prepared(config)
