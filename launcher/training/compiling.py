@@ -77,7 +77,7 @@ def check_compiler(choice: Compile) -> None:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """A phrase naming the compilers that torch needs for the device type and that are not installed; None where one is."""
+    """A phrase naming the compilers that torch would use for the device type; None where one of them is installed."""
     if device_type == "cuda":
         names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     else:

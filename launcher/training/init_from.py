@@ -1,7 +1,7 @@
-"""``init_from``: a run's first weights from another run's checkpoint, whatever layout wrote it.
+"""``init_from``: a run's first weights are taken from another run's checkpoint, whatever parallel layout wrote it.
 
-The source is looked at by the process that starts the run, before anything is created, and the config then names the
-one checkpoint that is taken: a restart, or a rollback to step 0, begins with the same weights.
+The process that starts the run checks the source before anything is created, and writes the one checkpoint that it
+chose into the config, so that a restart, or a rollback to step 0, begins with the same weights.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from parallel.checkpoint.places import is_remote, open_store
 from parallel.checkpoint.read import Checkpoint
 from parallel.checkpoint.store import Folder
 
-# What shapes training alone may be another's: the weights mean the same.
+# Model keys that may differ from the source's: they affect training only, and the weights mean the same.
 FREE_MODEL_KEYS = (
     *("model.init_std", "model.z_loss", "model.moe.z_loss"),
     *("model.init", "model.init.distribution"),
@@ -35,10 +35,10 @@ FREE_MODEL_KEYS = (
 
 
 def with_source(config: RunConfig) -> RunConfig:
-    """The config whose init_from names the one checkpoint that the run begins with. Changes nothing.
+    """The config with init_from replaced by the location of the one checkpoint that the run begins with. Reads only.
 
-    A run that has a checkpoint goes on from it: its init_from stays what it began with, whatever the config says now.
-    Raises UserError where the source cannot be used: missing, damaged, of another model, or of another tokenizer.
+    A run that has a checkpoint resumes from that, and its init_from stays the recorded one, whatever the config says
+    now. Raises UserError where the source is missing, damaged, of another model, or of another tokenizer.
     """
     saved = saved_config(config.run_path)
     kept = saved.init_from if saved is not None else None
@@ -62,7 +62,7 @@ def has_begun(config: RunConfig) -> bool:
 
 
 def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
-    """The newest whole checkpoint that ``path`` means, and its run's config; the hashes are for loading to check."""
+    """The newest whole checkpoint that ``path`` refers to, and its run's config. Hashes are checked only on loading."""
 
     def opened(run: Path | None, folder: Folder) -> tuple[Checkpoint, Path | None]:
         return Checkpoint(folder, whole_manifest(folder)), run
@@ -72,7 +72,7 @@ def open_source(path: str) -> tuple[Checkpoint, RunConfig]:
 
 
 def warn_of_beginnings(config: RunConfig) -> None:
-    """Says where documents begin with BOS in the run or in that of its init_from, and not in both."""
+    """Prints a warning where data.add_bos differs between the run and the run of its init_from."""
     if config.init_from is None:
         return
     with suppress(UserError, OSError):  # gone since its weights were read: its run deletes old checkpoints
@@ -84,7 +84,7 @@ def warn_of_beginnings(config: RunConfig) -> None:
 
 
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
-    """A line for each key of the model that is not the source's."""
+    """A refusal for each model key that differs from the source's and changes what the weights mean."""
     for key, theirs, ours in differing_keys(found, config):
         yield (
             f"{key}={told_value(ours)} must be {told_value(theirs)}, as in init_from={config.init_from}; set it so, "
@@ -93,24 +93,24 @@ def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:
 
 
 def differing_keys(one: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(key, its value in each) of what makes the weights of two runs mean something else."""
+    """(key, value in ``one``, value in ``other``) of each differing model key that changes what the weights mean."""
     for key, before, after in changes(one.model, other.model, "model"):
         if key not in FREE_MODEL_KEYS and not all(map(_has_no_bias, (before, after))):
             yield key, before, after
 
 
 def _has_no_bias(value: Any) -> bool:
-    """Whether it is a balancing rule under which a router has the same weights as under none."""
+    """Whether ``value`` is a balancing rule that leaves a router's weights as they are without any rule."""
     return isinstance(value, Balance) and not value.moves_bias
 
 
 def told_value(value: Any) -> str:
-    """A value of the config as a message tells it."""
+    """A config value as messages show it, in one line."""
     return show(dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value)
 
 
 def tokenizer_problems(config: RunConfig, source: Checkpoint) -> Iterator[str]:
-    """The line of a tokenizer whose ids are not those that the source's weights know."""
+    """The refusal of a tokenizer whose token ids differ from those that the source was trained with, if it has one."""
     theirs, where = source.tokenizer, source.folder.location
     folder = tokenizer_folder(config.data, config.model.vocab_size)
     if theirs is None or folder is None:

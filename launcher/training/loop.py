@@ -80,7 +80,7 @@ def train(
     Returns the exit code: 0 at train.steps; STOPPED after a request to stop on some rank, with the state saved;
     UNHEALTHY where ``config.health`` stops the run; 2 where the data end too soon; 1 where the last checkpoint could
     not be written. Rank 0 says why on stderr. ``changed`` are the config's differences since the run's last start,
-    logged as events, as is a ``restart`` after a crash. The run directory exists; rank 0 writes into it under ``fence``.
+    logged as events like a ``restart`` after a crash. The run directory exists; rank 0 writes into it under ``fence``.
     """
     prepare_process(config)
     mesh = open_mesh(config.parallel, config.train.timeout_seconds, nccl_seconds(config))

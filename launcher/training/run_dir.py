@@ -1,4 +1,4 @@
-"""The run directory: what may and may not change between a run's starts."""
+"""The run directory: claiming it for one start, its saved config, and what may change between a run's starts."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from parallel.checkpoint.places import is_remote, list_checkpoints, local_path, 
 from parallel.checkpoint.store import step_of
 from parallel.processes.environment import number
 
-# Of data.without the listed documents have to stay, wherever the list lies: `launcher.training.without` looks at them.
+# data.without may name another file as long as the listed documents stay: `launcher.training.without` checks that.
 FREE_DATA_KEYS = tuple(f"data.{name}" for name in (*FREE_FIELDS, "without"))
 
 
@@ -60,11 +60,11 @@ def saved_config(run_path: Path) -> RunConfig | None:
 
 
 def start_folder(run_path: Path, config: RunConfig) -> Path:
-    """The folder that the relative paths in a run's saved ``config`` are read from: where it was last started.
+    """The folder from which the relative paths in a run's saved ``config`` are resolved: where it was last started.
 
-    That is recorded in the run directory, and holds as long as the run lies where it did, or was moved alone. Where it
-    was moved or copied together with that folder (its path still ends in the relative run_dir), it is the folder that
-    it lies in now. The current folder where that is not known, or gone.
+    The run directory records that folder, which holds where the run was not moved, or was moved alone. A run that was
+    moved or copied together with that folder (its path still ends in the relative run_dir) gets the folder that it
+    lies in now. Where the folder is unknown or gone, it is the current one.
     """
     recorded = recorded_folder(run_path)
     started_in = recorded if recorded is not None and _can_be_entered(recorded) else None
@@ -77,27 +77,27 @@ def start_folder(run_path: Path, config: RunConfig) -> Path:
 
 
 def recorded_folder(run_path: Path) -> Path | None:
-    """Where the run was last started, as the run directory has it; None where that is not known."""
+    """The folder in which the run was last started, as the run directory records it; None where there is no record."""
     check_parts(run_path, STARTED_IN)
     recorded = run_path / STARTED_IN
     return Path(os.fsdecode(recorded.read_bytes().rstrip(b"\n"))) if recorded.exists() else None
 
 
 def record_folder(folder: Path) -> bytes:
-    """What the run directory has of the folder ``folder``, whose name may hold bytes that are no text."""
+    """The record of ``folder`` for the run directory, in bytes, since a folder's name need not be valid text."""
     return os.fsencode(f"{folder}\n")
 
 
 def _can_be_entered(folder: Path) -> bool:
-    """Whether the folder is there, and may be the current one."""
+    """Whether the folder exists and this user may change into it."""
     return folder.is_dir() and os.access(folder, os.X_OK)
 
 
 @contextlib.contextmanager
 def in_start_folder(run_path: Path | None, config: RunConfig) -> Iterator[None]:
-    """Within, the current folder is the one that the run's relative paths are read from: here, if there is no run.
+    """A context whose current folder is the one from which the run's relative paths are resolved; no change for None.
 
-    A DataError that is raised there says which folder that is, where it is not this one or not the run's own.
+    A DataError raised within names that folder, where it is not the current one, or the recorded one is gone.
     """
     folder = start_folder(run_path, config) if run_path is not None else Path.cwd()
     recorded = recorded_folder(run_path) if run_path is not None else None
@@ -115,11 +115,10 @@ def in_start_folder(run_path: Path | None, config: RunConfig) -> Iterator[None]:
 
 
 def enter_start_folder(path: Path, overrides: Sequence[str] = ()) -> Path:
-    """Goes to the folder that the relative paths of the config ``path`` are read from; returns the path from there.
+    """Changes into the folder in which the run was started, if ``path`` is a run's saved config; returns the path.
 
-    That of a run's saved config is where the run was started; for any other config nothing is done. Raises UserError
-    where the run was moved alone, so that its config speaks of another place, and no override of run_dir or name says
-    which is meant.
+    The returned path is absolute then; for any other config nothing is done. Raises UserError where the run was moved
+    alone, so that its config's run_dir is another place, and no override of run_dir or name says which one is meant.
     """
     run_path = path.parent
     config = saved_config(run_path) if path.name == CONFIG and (run_path / STARTED_IN).exists() else None
@@ -136,7 +135,7 @@ def enter_start_folder(path: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def checkpoints_of(path: Path | str) -> Path | str:
-    """Where the checkpoints lie that a user means by ``path``: a run directory, or their own folder or URL."""
+    """The folder or URL of the checkpoints that ``path`` refers to: a run directory, or the checkpoints' own place."""
     if is_remote(path):
         return path
     run_path = Path(path)
@@ -150,7 +149,7 @@ def checkpoints_of(path: Path | str) -> Path | str:
 
 @contextlib.contextmanager
 def refusing_unreachable(key: str, location: str | Path) -> Iterator[None]:
-    """Turns what fsspec raises where the URL cannot be listed into a UserError; a path's errors pass."""
+    """A context that turns fsspec's errors for a URL into a UserError naming ``key``. Errors of a local path pass."""
     try:
         yield
     except (ValueError, ImportError, OSError) as error:
@@ -176,7 +175,10 @@ def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
 
 def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """What changed since the run's last start; raises UserError where that makes it another run. Reads only."""
+    """(key, old value, new value) of each change since the run's last start. Reads only.
+
+    Raises UserError where a change is not permitted within a run.
+    """
     check_has_trained(config)
     old = saved_config(config.run_path)
     if old is None:
@@ -188,13 +190,13 @@ def check_resume(config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 
 def newest_scalars(config: RunConfig) -> dict[str, Any]:
-    """What the run's newest checkpoint that can be read says of its state; empty where there is none."""
+    """The training state's scalars in the run's newest readable checkpoint; empty where there is none."""
     manifest = newest_manifest(config)
     return manifest.scalars if manifest is not None else {}
 
 
 def newest_manifest(config: RunConfig) -> Manifest | None:
-    """Of the run's newest checkpoint that can be read; None where there is none."""
+    """The manifest of the run's newest readable checkpoint that holds a training state; None where there is none."""
     location = config.checkpoint_location
     with refusing_unreachable("checkpoint.dir", location):
         folders = list_checkpoints(location)
@@ -209,14 +211,14 @@ def newest_manifest(config: RunConfig) -> Manifest | None:
 
 
 def consumed_of(config: RunConfig) -> int:
-    """Where the run has its next sample, as its newest checkpoint that can be read says; 0 where there is none."""
+    """The number of the run's next sample by its newest readable checkpoint; 0 where there is none."""
     return int(newest_scalars(config).get("consumed", 0))
 
 
 def check_dealing(config: RunConfig, scalars: Mapping[str, Any]) -> None:
-    """Raises UserError where samples were dealt to the sources in another order when the checkpoint was written.
+    """Raises UserError where an older version, which dealt samples to sources in another order, wrote the checkpoint.
 
-    Of one source or two nothing has changed. A run from before would be given samples twice, and others never.
+    Resuming would repeat some samples and never reach others. With one or two sources the order is the same.
     """
     n_sources, dealing = len(config.data.sources), scalars.get("dealing", 1)
     if n_sources < 3 or dealing == DEALING or not scalars.get("consumed", 0):
@@ -228,16 +230,16 @@ def check_dealing(config: RunConfig, scalars: Mapping[str, Any]) -> None:
 
 
 def changes_of_start(old: RunConfig, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """What a start changes, as ``changes`` has it, but the stages of the data as one."""
+    """(key, old value, new value) of every leaf that a start changes, with data.stages as a single entry."""
     found = [each for each in changes(old, config) if not is_of_stages(each[0])]
     stages = (STAGES, old.data.stages, config.data.stages)
     return [*found, stages] if stages[1] != stages[2] else found
 
 
 def check_has_trained(config: RunConfig) -> None:
-    """Raises UserError where the run directory holds weights alone: a checkpoint of step 0 that no training wrote.
+    """Raises UserError where the run directory holds only weights: a checkpoint of step 0 that no training wrote.
 
-    Reads only; a damaged checkpoint is left to loading.
+    Imported and averaged weights are such. Reads only; a damaged checkpoint passes, since loading reports it.
     """
     if is_remote(config.checkpoint_location):
         return
@@ -255,9 +257,9 @@ def check_has_trained(config: RunConfig) -> None:
 
 
 def check_newest_checkpoint(config: RunConfig) -> None:
-    """Raises UserError where the newest checkpoint on a file system was saved by another run, whatever lies beside it.
+    """Raises UserError where the config saved within the newest checkpoint is another run's than ``config``.
 
-    What it says of itself is a copy of the run's config. Reads only; damaged checkpoints are left to loading.
+    Checkpoints on an object store are not checked. Reads only; an unreadable config passes, since loading reports it.
     """
     if is_remote(config.checkpoint_location):
         return
@@ -272,12 +274,12 @@ def check_newest_checkpoint(config: RunConfig) -> None:
 
 
 def check_same_run(old: RunConfig, path: Path, config: RunConfig, consumed: int) -> None:
-    """Raises UserError where ``config`` is another run's than ``old``, which was read from ``path``.
+    """Raises UserError where ``config`` changes a key of ``old``, read from ``path``, that is fixed within a run.
 
-    ``consumed``: where the run that goes on has its next sample. Stages of the data may change from there on.
+    ``consumed`` is the number of the resumed run's next sample: data.stages may change from there on.
     """
     remedy = "set it back, or start another run with another name or run_dir"
-    # Runs of before such keys were refused have them: leaving them out changes no token.
+    # Older configs may have keys without effect, which are refused now: removing them changes no token.
     sources = enumerate(old.data.sources)
     idle = {f"data.sources.{number}.{name}" for number, source in sources for name, _ in set_in_vain(source)}
     problems = [
@@ -301,7 +303,7 @@ def _is_fixed(key: str) -> bool:
 
 
 def _show(value: Any) -> str:
-    """The value as YAML would have it in one line."""
+    """The value in one line of YAML."""
     if dataclasses.is_dataclass(value):
         fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return "{" + ", ".join(f"{name}: {_show(below)}" for name, below in fields) + "}"
@@ -340,17 +342,17 @@ def check_run_dir(config: RunConfig) -> None:
 
 
 class Claim:
-    """The run directory as this start holds it, until ``close``. A context manager."""
+    """This start's hold on the run directory, until ``close``. A context manager."""
 
     def __init__(self, lock: IO[str], fence: Fence) -> None:
         self.lock = lock
-        self.fence = fence  # what the start's rank 0 writes under
+        self.fence = fence  # rank 0 of this start holds it whenever it writes
 
     def close(self) -> None:
-        """Lets the next start come, and says on every machine that nobody trains here.
+        """Releases the lock, and empties the lock file if it names this process, so that the next start may claim it.
 
-        The word of a successor stays, and so does this start's where one before it still has the lock: the next start
-        takes it over by that word.
+        The file is not emptied where another process holds the lock or has written its own name: a successor that took
+        over, or a predecessor on an unreachable node, whose lock the next start then takes over by the name in the file.
         """
         with contextlib.suppress(OSError, ValueError):  # of ValueError: it is closed already
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -369,11 +371,11 @@ class Claim:
 
 
 def claim(config: RunConfig) -> Claim:
-    """Creates the run directory with its config, and takes it for this start, with ``checkpoint.dir``; keep the result.
+    """Creates the run directory, and claims it and ``checkpoint.dir`` for this start until the result is closed.
 
-    Whoever wrote in it before can do so no more. The config of a run that has begun stays until ``keep_config``. One
-    process calls it. Raises UserError where another one trains in it, or another run keeps its checkpoints in that
-    place; a run directory that was not there before is then taken away.
+    Earlier starts can no longer write there. The saved config of a run that has begun stays until ``keep_config``. One
+    process calls it. Raises UserError where another process trains there, or another run owns ``checkpoint.dir``; a run
+    directory that did not exist before is then removed.
     """
     run_path, kept = config.run_path, {REMOTE_TOKENS: remote_tokens(config), TOKEN_FILES: token_files(config)}
     with contextlib.ExitStack() as opened:  # closes the lock again before a failure
@@ -406,16 +408,16 @@ def claim(config: RunConfig) -> Claim:
 
 
 def unrecorded_changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """What the config changes since the last start that the run's record tells of."""
+    """(key, old value, new value) of each change since the last start whose config was saved."""
     old = saved_config(config.run_path)
     return changes_of_start(old, config) if old is not None else []
 
 
 def keep_config(config: RunConfig, fence: Fence | None) -> None:
-    """Makes the config that of the run's last start, with the folder that its paths are read from. Rank 0 calls it.
+    """Saves the config, and the folder from which its paths are resolved, as those of the last start. Rank 0 calls it.
 
-    It does so once the record tells of the start and its changes: one that ends before then has changed nothing. On a
-    full disk the former one stays; checkpoints have their own copies.
+    Call it after metrics.jsonl has recorded the start and its changes: a start that ends before then has changed
+    nothing. On a full disk the former config stays; checkpoints have their own copies.
     """
     with contextlib.suppress(OSError), fence.held() if fence is not None else contextlib.nullcontext():
         _write_config(config)
@@ -427,24 +429,24 @@ def _write_config(config: RunConfig) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file in one act: a kill, or a full disk, leaves the old one or the new one."""
+    """Writes a file atomically: after a kill or on a full disk, either the old file or the new one is there."""
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the lock file says of the process that holds it."""
+    """The lock file's content for this process: host, process id, Slurm job and its number of restarts."""
     restarts = number("SLURM_RESTART_COUNT", environment, default=0)
     job = slurm_job(environment)
     return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": restarts}
 
 
 def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
-    """Whether Slurm started this process in the place of the lock's holder: one job, requeued since, or the next one.
+    """Whether Slurm started this process to replace the lock's holder: the same job requeued, or that job has ended.
 
-    Slurm ends or requeues a job whose node it cannot reach, and whose processes may live on and keep their lock. The
-    fence keeps them from writing.
+    Slurm ends or requeues a job whose node it cannot reach, while processes there may live on and keep their lock. The
+    fence keeps those from writing.
     """
     if mine["slurm_job"] is None or holder.get("slurm_job") is None:
         return False
@@ -454,7 +456,10 @@ def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
 
 
 def _lock(run_path: Path) -> IO[str]:
-    """The run directory's lock file, locked until it is closed; what is there already keeps its time of change."""
+    """The run directory's lock file, locked until it is closed; opening it does not change an existing file.
+
+    Raises UserError where another process holds the lock, unless this process is its successor.
+    """
     lock = (run_path / LOCK).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -473,7 +478,7 @@ def _lock(run_path: Path) -> IO[str]:
 
 
 def _holder(lock: IO[str]) -> dict[str, Any]:
-    """What the lock file says of its holder; nothing where that is being written, or damaged."""
+    """The holder that the lock file names; empty where the content is incomplete or damaged."""
     try:
         holder = json.loads(lock.read())
     except ValueError:

@@ -102,7 +102,7 @@ def _why_no_names(path: Path) -> str | None:
 
 
 def _why_no_lineage(path: Path) -> str | None:
-    """The rule broken where it lacks the parent run and step of a branched run, or the documents left out are malformed."""
+    """The rule broken where it does not hold a branch's parent run and step, or describes left-out documents badly."""
     found = _json_in(path.read_bytes())
     found = found if isinstance(found, dict) else {}
     without, run_id = found.get("without"), found.get("run_id")

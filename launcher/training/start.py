@@ -280,9 +280,9 @@ def check_checkpoint_dir(config: RunConfig) -> None:
 
 
 def check_room(config: RunConfig) -> None:
-    """Raises UserError where the disk has no room for all checkpoints that the run will keep, and the one being written.
+    """Raises UserError where the disk has no room for the checkpoints that the run will keep, and one more.
 
-    Checkpoints on an object store are not checked.
+    The additional one is being written. Checkpoints on an object store are not checked.
     """
     checkpoint = config.checkpoint
     if is_remote(config.checkpoint_location):

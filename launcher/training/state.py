@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors: how far the run is, in updates and in data. Saving and restoring a run."""
+"""A run's training state besides tensors (its progress in updates and data), and saving and restoring it."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -33,17 +33,17 @@ from parallel.zero.engine import Engine
 
 @dataclass
 class TrainState:
-    """Together with the engine's tensors, exactly what a checkpoint holds."""
+    """A run's progress. Together with the engine's tensors it is exactly what a checkpoint holds."""
 
     step: int = 0  # updates made or skipped
-    consumed: int = 0  # where the next sample lies in the order of samples
-    skipped: list[tuple[int, int]] = field(default_factory=list)  # ranges of samples that are not to be trained on
+    consumed: int = 0  # the number of the next sample in the training order
+    skipped: list[tuple[int, int]] = field(default_factory=list)  # half-open ranges of samples left out after rollbacks
     tokens: int = 0  # real tokens seen
     heldout: tuple[int, float] | None = None  # the latest held-out loss: after which update, and its value
-    losses: list[float] = field(default_factory=list)  # of the last updates, which the next one's is judged by
+    losses: list[float] = field(default_factory=list)  # of the last updates, with which health compares the next one
 
     def scalars(self, engine: Engine) -> dict[str, Any]:
-        """What the checkpoint's manifest holds of the state."""
+        """The state as a checkpoint's manifest records it, with the engine's counters, loss scaler and layout."""
         return {
             "consumed": self.consumed,
             "dealing": DEALING,
@@ -58,7 +58,7 @@ class TrainState:
 
 
 def layout_of(engine: Engine) -> dict[str, Any]:
-    """The layout and precision, for whoever looks at a checkpoint: loading does not need them."""
+    """The layout and precision that wrote a checkpoint, recorded for information only: loading does not need them."""
     degrees = {name: getattr(engine.mesh, name).degree for name in ("pp", "dp", "cp", "tp", "ep")}
     return {"ranks": engine.mesh.world_size, **degrees, "zero": engine.zero, "precision": engine.precision}
 
@@ -66,7 +66,7 @@ def layout_of(engine: Engine) -> dict[str, Any]:
 def restore(
     checkpoints: Path | str, engine: Engine, seed: int, init_from: str | None = None, run_path: Path | None = None
 ) -> tuple[TrainState, list[str]]:
-    """The state of the newest good checkpoint, or of step 0, loaded into the engine; and warnings. All ranks call it.
+    """Loads the newest good checkpoint, or step 0, into the engine; returns (state, warnings). All ranks call it.
 
     A damaged checkpoint is set aside (renamed step-N.damaged), so that step N can be saved again. Where all are
     damaged, or gone though ``run_path`` has one on record, nothing is changed, and all ranks end with exit code 2.
@@ -106,25 +106,25 @@ def set_aside(store: Store, damaged: Mapping[str, str], mesh: Mesh) -> list[str]
 
 
 def end_with(line: str, rank: int) -> NoReturn:
-    """Ends all ranks with exit code 2, of which rank 0 says the line. All ranks call it."""
+    """Ends all ranks with exit code 2: rank 0 raises UserError with the line, the others exit. All ranks call it."""
     if rank != 0:
         raise SystemExit(2)
     raise UserError([line])
 
 
 def state_in(checkpoint: Checkpoint) -> TrainState:
-    """How far the run was when the checkpoint was saved: all that it holds besides tensors."""
+    """The run's state when the checkpoint was saved, read from its manifest."""
     scalars = checkpoint.manifest.scalars
     skipped = [(first, last) for first, last in scalars["skipped"]]
     heldout = tuple(scalars["heldout"]) if scalars["heldout"] is not None else None
-    losses = scalars.get("losses", [])  # which checkpoints before health was judged lack
+    losses = scalars.get("losses", [])  # missing from checkpoints written before health was judged
     return TrainState(checkpoint.step, scalars["consumed"], skipped, scalars["tokens"], heldout, losses)
 
 
 def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int) -> None:
-    """Records the newest checkpoint, deletes what an interrupted save left, and what a crash kept from being deleted.
+    """Records the newest checkpoint, and deletes unfinished saves and checkpoints that a crash left undeleted.
 
-    Rank 0 does it.
+    Rank 0 does it, before training; the other ranks do nothing.
     """
     if rank == 0:
         with (
@@ -135,7 +135,7 @@ def tidy(config: RunConfig, retention: Retention, fence: Fence | None, rank: int
 
 
 def keep(config: RunConfig, retention: Retention, store: Store) -> None:
-    """Records the newest checkpoint in the run directory, and deletes those that no rule keeps."""
+    """Records the newest checkpoint in the run directory, and deletes those that the retention rules do not keep."""
     names = store.names()
     if names:
         with suppress(OSError):  # a full disk; the next checkpoint tries again
@@ -152,7 +152,10 @@ def open_saver(
     watchers: Watchers | NullWatchers,
     watchdog: Watchdog,
 ) -> Saver:
-    """What writes the run's checkpoints. All ranks call it; rank 0 commits under ``fence``."""
+    """The saver that writes the run's checkpoints, with the config and tokenizer attached. All ranks call it.
+
+    Rank 0 commits each checkpoint under ``fence``.
+    """
     hooks = Hooks(
         before_commit=watchers.sync,
         guard=partial(keeping, config, fence) if fence is not None else nullcontext,
@@ -162,7 +165,7 @@ def open_saver(
     writes = engine.mesh.rank == 0  # rank 0 alone writes attachments, and writing a config as YAML takes 0.04 s
     attachments: dict[str, Path | bytes] = {}
     if writes:
-        read = {name: path.read_bytes() for name, path in tokenizer_files(tokenizer).items()}  # it may go meanwhile
+        read = {name: path.read_bytes() for name, path in tokenizer_files(tokenizer).items()}  # it may be deleted
         attachments = {CONFIG: dump_config(config).encode(), **read}
         if config.data.without is not None:
             attachments[WITHOUT] = Path(config.data.without).read_bytes()
@@ -178,7 +181,7 @@ def open_saver(
 
 
 def tokenizer_files(tokenizer: Path | None) -> dict[str, Path]:
-    """The files of a tokenizer's folder, under the names that they have in a checkpoint."""
+    """Name in a checkpoint -> path, of each file of a tokenizer's folder; empty for None."""
     found = sorted(path for path in tokenizer.iterdir() if path.is_file()) if tokenizer is not None else []
     return {f"tokenizer/{path.name}": path for path in found}
 
@@ -195,9 +198,9 @@ def save(checkpoints: Path, engine: Engine, state: TrainState, tokenizer: Path |
 
 
 def set_first_weights(engine: Engine, seed: int, init_from: str | None) -> None:
-    """The weights before step 1: drawn from ``seed``, or those of the checkpoint ``init_from``. All ranks call it.
+    """Sets the weights before step 1: drawn from ``seed``, or those of the checkpoint ``init_from``. All ranks call it.
 
-    Where that is damaged, all ranks end with exit code 2, of which rank 0 says why.
+    Where that checkpoint is damaged, all ranks end with exit code 2, and rank 0 says why.
     """
     if init_from is None:
         engine.initialize_weights(seed)

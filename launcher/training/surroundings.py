@@ -1,4 +1,4 @@
-"""What a start runs on: versions of what computes, the device, the processor. Recorded with each start."""
+"""The environment of a start: versions of Python and libraries, system, device and cores. Recorded with each start."""
 
 import os
 import platform
@@ -14,9 +14,10 @@ FIELDS = ("python", *LIBRARIES, "cuda", "system", "device", "cores")
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Of this process, by FIELDS: ``cuda`` is null for a CPU build.
+    """This process's environment, with the keys FIELDS.
 
     ``device`` is the GPU as torch names it, or the processor's model; ``cores`` are those that the process may use.
+    ``cuda`` is null for a build of torch without CUDA, and a library that is not installed is null too.
     """
     found: dict[str, Any] = {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
     found |= {"cuda": torch.version.cuda, "system": f"{platform.system()} {platform.release()}"}
@@ -34,7 +35,7 @@ def _version(library: str) -> str | None:
 
 @cache
 def processor() -> str:
-    """The processor's model as Linux names it; elsewhere its architecture."""
+    """The processor's model name as Linux gives it; elsewhere its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""Which logical tensor's gradient is to blame for a bad step, and where it lies: asked only when something is wrong."""
+"""The logical tensor whose gradient is most likely to blame for a bad step, and the rank that holds it."""
 
 import math
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from parallel.zero.engine import Engine
 
 @dataclass
 class Held:
-    """What one rank holds of one logical tensor: sums of squares, and gradient elements that are not finite."""
+    """One rank's part of one logical tensor: sums of squares, and counts of gradient elements that are not finite."""
 
-    gradient: float  # this rank's share; the loss scale divided out
-    weight: float
-    n_nonfinite: int
-    n_counted: float = 0.0  # this rank's share of ``n_nonfinite``: of elements that several ranks hold, a part
+    gradient: float  # sum of squares of this rank's share of the gradient, without the loss scale
+    weight: float  # sum of squares of the weights that this rank owns
+    n_nonfinite: int  # gradient elements on this rank that are not finite
+    n_counted: float = 0.0  # this rank's share of ``n_nonfinite``: an element on several ranks counts in part on each
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The tensor, and the rank that holds the worst of it, with its positions on the axes."""
+    """The tensor with the worst gradient, and the rank, by its place on the axes, that holds the worst part of it."""
 
     tensor: str
     place: str
@@ -34,8 +34,8 @@ class Worst:
 def worst_gradient(engine: Engine) -> Worst:
     """The gradient that is not finite, or else the one with the largest norm in proportion to its weight's.
 
-    Of several that are not finite, the one nearest to the loss: from there the others got theirs. All ranks call it
-    before the step's gradients are applied or dropped; they exchange four numbers for each tensor.
+    Of several that are not finite it is the one nearest to the loss, since the backward pass spreads them from there.
+    All ranks call it before the step's gradients are applied or dropped; they exchange four numbers for each tensor.
     """
     mine = (engine.mesh.place, held_sums(engine))
     everyone = [mine] * engine.mesh.world_size
@@ -56,7 +56,7 @@ def worst_gradient(engine: Engine) -> Worst:
 
 @torch.no_grad()
 def held_sums(engine: Engine) -> dict[str, Held]:
-    """This rank's part of each logical tensor of which it holds some."""
+    """Logical tensor's name -> this rank's part of it, for the tensors of which it holds any."""
     names = {id(weight): name for name, weight in engine.model.named_parameters()}
     found: dict[str, Held] = {}
     for parameter, gradient, share in engine.gradients():
@@ -74,9 +74,10 @@ def held_sums(engine: Engine) -> dict[str, Held]:
 
 
 def add_up(parts: list[Held]) -> Held:
-    """The whole tensor's, each element once. ``n_nonfinite`` is as many as one rank sees where fewer are counted.
+    """The numbers of the whole tensor, with each element counted once.
 
-    That is where copies differ, and one that does not count has elements that are not finite.
+    ``n_nonfinite`` is at least what any one rank sees: where copies differ, a copy that does not count may be the one
+    with elements that are not finite.
     """
     n_counted = sum(part.n_counted for part in parts)
     n_nonfinite = max(round(n_counted), *(part.n_nonfinite for part in parts))
@@ -84,5 +85,5 @@ def add_up(parts: list[Held]) -> Held:
 
 
 def ratio(held: Held) -> float:
-    """The gradient's norm over the weight's, squared; weights that are all zero come last among equals."""
+    """The squared ratio of the gradient's norm to the weight's; the weight's is taken as at least 1e-15."""
     return held.gradient / max(held.weight, 1e-30)
