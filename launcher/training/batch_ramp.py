@@ -1,4 +1,4 @@
-"""How many sequences each update takes: the whole global batch, or a batch that grows to it. No torch."""
+"""The number of sequences in each update: the whole global batch, or a batch that grows to it. No torch."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -20,32 +20,32 @@ class BatchRamp:
     samples: Annotated[int, Interval(ge=1, le=10**15)] = 10_000
 
     def n_sizes(self, full: int) -> int:
-        """The sizes before ``full``. 0 where the start is not below it."""
+        """The number of sizes before ``full``; 0 where the start is not below it."""
         return max(0, (full - self.start) // self.increment)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The sizes of a run's batches: size i is that of the updates after the first ``steps[i]``, up to ``steps[i+1]``.
+    """The sizes of a run's batches: updates after the first ``steps[i]``, up to ``steps[i+1]``, have ``sizes[i]``.
 
-    They are a function of the update's number alone: samples that are left out after a rollback change none.
+    A size depends on the update's number alone: samples that are left out after a rollback do not change it.
     """
 
     sizes: tuple[int, ...]
-    steps: tuple[int, ...]  # updates before the first of each size
-    samples: tuple[int, ...]  # sequences of those
+    steps: tuple[int, ...]  # number of updates before the first of each size
+    samples: tuple[int, ...]  # number of sequences in those updates
 
     def size_at(self, step: int) -> int:
-        """Sequences of update ``step`` (from 1)."""
+        """The number of sequences in update ``step`` (from 1)."""
         return self.sizes[bisect_right(self.steps, step - 1) - 1]
 
     def samples_in(self, steps: int) -> int:
-        """Sequences of the first ``steps`` updates."""
+        """The number of sequences in the first ``steps`` updates."""
         number = bisect_right(self.steps, steps) - 1
         return self.samples[number] + (steps - self.steps[number]) * self.sizes[number]
 
     def steps_for(self, samples: float) -> float:
-        """Updates that take so many sequences from the first one on, a last one in part."""
+        """The number of updates, counted from the first, that take so many sequences; not whole for a partial last one."""
         number = bisect_right(self.samples, samples) - 1
         return self.steps[number] + (samples - self.samples[number]) / self.sizes[number]
 
@@ -57,8 +57,8 @@ OF_ONE_SIZE = Batches((1,), (0,), (0,))
 def batches_of(full: int, ramp: BatchRamp | None) -> Batches:
     """The sizes under ``train.global_batch_size`` and ``train.batch_ramp``.
 
-    After n sequences an update has start + increment x floor(n / (samples / number of increments)) of them, as
-    Megatron-LM has it; a size whose part is over before an update begins has none.
+    After n sequences an update has start + increment x floor(n / (samples / number of increments)) of them, as in
+    Megatron-LM; a size whose part is over before an update begins is left out.
     """
     sizes, steps, samples = [], [0], [0]
     n_sizes = ramp.n_sizes(full) if ramp is not None else 0

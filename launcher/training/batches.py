@@ -1,4 +1,4 @@
-"""A batch on its way to a step: as narrow as it was read, or as all of its arrays.
+"""A batch between the reader and the training step: in the token file's narrow types, or as full int64 arrays.
 
 Shape letters: B micro-batch, S sequence, W = S + 1 tokens of a window, F documents' parts, N = B * S.
 """
@@ -17,14 +17,14 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A batch's arrays as tensors, in the host's memory unless a device made them. See ``data.batch.Batch``."""
+    """A batch's arrays as tensors, on the host unless a device made them. ``data.batch.Batch`` says what they hold."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
     positions_BS: Tensor
     documents_BS: Tensor
     has_padding: bool
-    next_BS: Tensor | None = None  # where not every token is a target
+    next_BS: Tensor | None = None  # each position's next token; None where every token is a target
 
     @property
     def seq_len(self) -> int:
@@ -34,14 +34,14 @@ class HostBatch:
 
 @dataclass(frozen=True)
 class NarrowBatch:
-    """A batch as it was read, in the host's memory: windows as narrow as the files have them.
+    """A batch as it was read, on the host: windows of tokens in the token file's type, and the mask of targets.
 
-    2 or 4 bytes a token, and one more where there is a mask, where the arrays that follow take 24. Those are made in
-    the step: by a GPU, from them and a short list of where documents begin.
+    That takes 2 or 4 bytes a token, and one more with a mask, where the full arrays take 24. Within the step a GPU
+    makes those from the windows and a short list of where documents begin.
     """
 
     batch: Batch
-    window_BW: Tensor  # the token file's type; 0 past a window's length
+    window_BW: Tensor  # in the token file's type; 0 past a window's length
     is_target_BW: Tensor | None  # None: each token is a target
 
     @property
@@ -50,11 +50,11 @@ class NarrowBatch:
         return self.batch.shape[1]
 
     def spread(self, device: torch.device) -> HostBatch:
-        """All arrays on the device, as ``data.batch.Batch`` has them. A CPU is given that batch's own."""
+        """The full arrays of the batch on the device. On a CPU they are those of ``batch``; a GPU computes them."""
         return on_host(self.batch, device) if device.type == "cpu" else self.made_on(device)
 
     def made_on(self, device: torch.device) -> HostBatch:
-        """The same numbers, made by the device: a CUDA device's host waits for nothing."""
+        """The full arrays of the batch, computed on the device, without the host of a CUDA device waiting for it."""
         window_BW, place_3F = to_device(self.window_BW, device), to_device(torch.from_numpy(self._places()), device)
         positions_BS, documents_BS = self._numbers(place_3F)
         tokens_BS = window_BW[:, :-1].to(torch.int64)
@@ -72,9 +72,9 @@ class NarrowBatch:
         return HostBatch(tokens_BS, targets_BS, positions_BS, documents_BS, has_padding, next_BS)
 
     def tell(self, context: Context) -> None:
-        """Fills in what the context would look for in its documents, and a CUDA device's host would wait for.
+        """Fills in the context's caches that depend on where documents lie, so that a CUDA device's host need not wait.
 
-        The context is of whole sequences, and lies on a device.
+        The context covers whole sequences, and lies on a device.
         """
         device = context.documents_BS.device
         boundaries = self.batch.boundaries
@@ -87,9 +87,9 @@ class NarrowBatch:
             context.valid_T = to_device(torch.from_numpy(real), device)
 
     def _places(self) -> np.ndarray:
-        """int64 (3, F): the row that each document's part lies in, its first token there, and its number; sorted.
+        """int64 (3, F): each document part's row, its first position there, and its number within the row; sorted.
 
-        What lies past the tokens of a shorter window is a part of its own.
+        The empty end of a window with fewer tokens counts as a part.
         """
         row_F, offset_F, _ = self.batch.fragments
         length_B = self.batch.length_B
@@ -102,9 +102,9 @@ class NarrowBatch:
         return np.stack((row_F, offset_F, number_F))
 
     def _numbers(self, place_3F: Tensor) -> tuple[Tensor, Tensor]:
-        """(positions_BS, documents_BS), int32: as if padding belonged to the document before it.
+        """(positions_BS, documents_BS), int32, in which padding counts as part of the document before it.
 
-        A document that begins with a window's last token, which is only a target, is left with no length.
+        A document that begins with a window's last token, which is only a target, gets no position.
         """
         row_F, offset_F, number_F = place_3F
         start_F = row_F * self.seq_len + offset_F
@@ -117,9 +117,9 @@ class NarrowBatch:
         return (places_N - start_N).view(self.batch.shape), number_N.view(self.batch.shape)
 
     def _next(self, window_BW: Tensor, place_3F: Tensor) -> Tensor:
-        """int64 (B, S): the next token of the same document, IGNORED where there is none; anything in padding."""
+        """int64 (B, S): the next token of the same document, IGNORED where there is none; undefined in padding."""
         (rows, seq_len), (row_F, offset_F, _) = self.batch.shape, place_3F
-        spare = rows * seq_len  # one place more than there are, for rows' first fragments, which end nothing
+        spare = rows * seq_len  # an additional place, written for rows' first fragments, before which no document ends
         next_N1 = torch.empty(spare + 1, dtype=torch.int64, device=window_BW.device)
         next_BS = next_N1[:spare].view(rows, seq_len)
         next_BS.copy_(window_BW[:, 1:])
@@ -128,23 +128,23 @@ class NarrowBatch:
 
 
 def prepare(batch: Batch, mesh: Mesh) -> HostBatch | NarrowBatch:
-    """What the step is given of a batch, page-locked where a GPU is to copy it: of any thread.
+    """The batch as tensors for the step, page-locked where a GPU will copy them. Any thread may call it.
 
-    Where ranks share a sequence (cp, tp) all arrays are made on the host: which of them a rank holds, and what its
-    contexts tell of them, is found there.
+    Where ranks share a sequence (cp, tp), the full arrays are made on the host, which finds the rank's part of them and
+    what its contexts need to know; otherwise the batch stays narrow.
     """
     return narrow(batch, mesh.device) if mesh.cp.degree == mesh.tp.degree == 1 else on_host(batch, mesh.device)
 
 
 def narrow(batch: Batch, device: torch.device) -> NarrowBatch:
-    """The batch's windows and mask."""
+    """The batch's windows and mask as tensors, page-locked for a CUDA device."""
     window_BW = _locked(torch.from_numpy(batch.window_BW), device)
     is_target_BW = None if batch.is_target_BW is None else _locked(torch.from_numpy(batch.is_target_BW), device)
     return NarrowBatch(batch, window_BW, is_target_BW)
 
 
 def on_host(batch: Batch, device: torch.device) -> HostBatch:
-    """The batch's arrays as tensors. For a CUDA device they are copied into page-locked memory."""
+    """The batch's full arrays as tensors. For a CUDA device they are copied into page-locked memory."""
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     tensors = [_locked(torch.from_numpy(array), device) for array in arrays]
     next_BS = _locked(torch.from_numpy(batch.next_BS), device) if batch.next_BS is not None else None
@@ -152,7 +152,7 @@ def on_host(batch: Batch, device: torch.device) -> HostBatch:
 
 
 def _locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """In page-locked memory for a CUDA device, else the tensor itself."""
+    """A copy in page-locked memory for a CUDA device; otherwise the tensor itself."""
     if device.type != "cuda":
         return tensor
     with torch.cuda.device(device):  # another thread's device would be the first one, which belongs to rank 0

@@ -1,4 +1,4 @@
-"""Steps that went wrong: a loss or a gradient that is not finite, a loss far above the last ones; and what is done.
+"""Detects bad steps (a loss or gradient that is not finite, a loss far above the last ones) and decides what to do.
 
 All ranks judge by the same numbers, the all-reduced loss and gradient norm, and so come to the same decision.
 """
@@ -21,38 +21,38 @@ Kind = Literal["nonfinite", "spike"]
 Action = Literal["report", "skip", "rollback", "stop"]
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-LEAST_DEVIATION = 1e-3  # of the median: among losses that hardly differ, a small rise is no spike
+LEAST_DEVIATION = 1e-3  # times the median: among losses that hardly differ, a small rise is no spike
 
 UNHEALTHY = 3  # exit code: health stopped the run, and the same start would meet the same batch
 
 
 class Unhealthy(Exception):
-    """The run is to stop; the message is one line for the user."""
+    """Raised on all ranks where health stops the run; the message is one line for the user."""
 
     exit_code = UNHEALTHY
 
 
 class OutOfData(Unhealthy):
-    """The data end before train.steps, as they may once rollbacks have left samples out."""
+    """Raised on all ranks where the data end before train.steps, which can happen after rollbacks left samples out."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a step, and what is to be done; the same on all ranks."""
+    """What is wrong with a step, and the action to be taken; the same on all ranks."""
 
     kind: Kind
     action: Action
-    z: float | None  # of a spike
-    limit: str | None = None  # the key whose limit turned the action into a stop
+    z: float | None  # a spike's robust z-score (``robust_z``); None for other kinds
+    limit: str | None = None  # the key below health whose limit turned the action into a stop
 
 
 class Health:
-    """Judges each step before its update. Counts skips in a row, and rollbacks since this start.
+    """Judges each step before its update, and counts consecutive skips, and rollbacks since this start.
 
-    An update that is made ends the row, that of a reported spike too. A step that is left to the loss scaler is not
-    judged: it makes no update and is no skip, so the count stays.
+    Every update that is made, even that of a reported spike, resets the count of skips. A step that the fp16 loss
+    scaler skips is not judged and leaves the count as it is.
     """
 
     def __init__(self, config: HealthConfig) -> None:
@@ -62,7 +62,7 @@ class Health:
         self.told_of_no_targets = False
 
     def judge(self, loss: float, grad_norm: float, losses: Sequence[float]) -> Problem | None:
-        """What is wrong with a step of this loss and norm, after updates with these ``losses``; None: nothing."""
+        """The problem of a step with this loss and norm, after updates with these ``losses``; None if healthy."""
         window = losses[-self.config.spike_window :]  # a checkpoint may hold those of a longer one
         z = robust_z(loss, window) if len(window) == self.config.spike_window else 0.0
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -73,7 +73,7 @@ class Health:
         return None
 
     def limited(self, problem: Problem) -> Problem:
-        """The problem, turned into a stop where its remedy has been tried too often."""
+        """The problem, with its action counted, and turned into a stop where skips or rollbacks exceed their limit."""
         match problem.action:
             case "report":
                 self.skips = 0
@@ -95,7 +95,7 @@ class Health:
 def robust_z(loss: float, losses: Sequence[float]) -> float:
     """How many deviations ``loss`` lies above the median of ``losses``, the deviation taken from their MAD.
 
-    Neither a few spikes among them nor a slow fall widens it much.
+    The MAD is the median absolute deviation: neither a few spikes nor a slow fall of the losses changes it much.
     """
     middle = median(losses)
     deviation = MAD_TO_DEVIATION * median(abs(each - middle) for each in losses)
@@ -110,7 +110,7 @@ def examine(
     state: TrainState,
     loss: float,
 ) -> dict[str, Any] | None:
-    """The event of a step that is not healthy, with its ``action``; else None. All ranks call it.
+    """The event of an unhealthy step, with its ``action``; None for a healthy one. All ranks call it.
 
     Call it between the last backward pass and the update of the step whose samples are ``indices`` and whose mean loss
     is ``loss``. An fp16 overflow is no event while the loss scale can still be lowered: the scaler skips the update.
@@ -127,9 +127,9 @@ def examine(
 def tell_of_no_targets(
     health: Health | None, dataset: Samples, indices: np.ndarray, step: int
 ) -> dict[str, Any] | None:
-    """The event of a step whose batch ``indices`` holds no target that counts; None from the second one on.
+    """The event of the first step whose batch ``indices`` holds no target that counts; None for later such steps.
 
-    Such a step is no sign of ill health: it is neither judged nor counted by health.max_skips.
+    Such a step is no sign of bad health: it is neither judged nor counted by health.max_skips.
     """
     if health is None or health.told_of_no_targets:
         return None
@@ -142,7 +142,10 @@ def tell_of_no_targets(
 def describe(
     problem: Problem, step: int, loss: float, grad_norm: float, engine: Engine, dataset: Samples, indices: np.ndarray
 ) -> dict[str, Any]:
-    """The event's row. All ranks call it, before the step's gradients are applied or dropped."""
+    """The event's fields, with the worst gradient and the documents of the batch.
+
+    All ranks call it, before the step's gradients are applied or dropped.
+    """
     worst = worst_gradient(engine)
     row: dict[str, Any] = {"step": step, "event": problem.kind, "action": problem.action}
     if problem.limit is not None:
@@ -158,7 +161,7 @@ def describe(
 
 
 def stop_line(event: dict[str, Any]) -> str:
-    """Why the run stops, for the user, in one line."""
+    """The line that tells the user why health stops the run."""
     what = f"a loss of {event['batch_loss']:g} and a gradient norm of {event['grad_norm']:g}"
     limit = f", after as many remedies as {event['limit']} allows" if "limit" in event else ""
     return (

@@ -1,4 +1,4 @@
-"""What each step of a run consumed, read from its ledger.jsonl, or worked out from its newest checkpoint. No torch.
+"""The samples that each step of a run consumed, from its ledger.jsonl, or else from its newest checkpoint. No torch.
 
 Samples are numbered by their place in the training order (data/order.py).
 """
@@ -30,17 +30,17 @@ class StepData:
     step: int
     first_sample: int
     last_sample: int
-    hopped: tuple[tuple[int, int], ...]  # left out before or among them, as a rollback has it
-    trained: bool | None  # whether the optimizer advanced; None where only a checkpoint is left to tell of the step
+    hopped: tuple[tuple[int, int], ...]  # left out before or among them after a rollback
+    trained: bool | None  # whether the optimizer advanced; None where the step is derived from a checkpoint
 
     @property
     def begin(self) -> int:
-        """Where the step before ended in the order."""
+        """The place in the training order where this step began: one past the previous step's last sample."""
         return min([self.first_sample, *(first for first, _ in self.hopped)])
 
     @property
     def consumed(self) -> int:
-        """Where the step after begins in the order."""
+        """The place in the training order where the next step begins."""
         return self.last_sample + 1
 
     @property
@@ -55,7 +55,7 @@ class StepData:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of the data up to its step."""
+    """A checkpoint's record of the data consumed up to its step."""
 
     name: str
     step: int
@@ -66,9 +66,9 @@ class Saved:
 def steps_of(run_path: Path, config: RunConfig) -> Iterator[StepData]:
     """The run's steps from the first one on, as they stand after rollbacks and resumptions.
 
-    Those of a branched run begin after its parent's checkpoint. Raises UserError where there is no record, or where it
-    contradicts itself or the newest checkpoint. A run without a ledger is worked out from its newest checkpoint, if the
-    config's batch sizes lead to what that has consumed.
+    The steps of a branched run begin after its parent's checkpoint. Without a ledger they are derived from the newest
+    checkpoint, if the config's batch sizes lead to the number of samples that it has consumed. Raises UserError where
+    neither is there, or where the ledger contradicts itself or the newest checkpoint.
     """
     check_parts(run_path, LEDGER)
     path, saved, lineage = run_path / LEDGER, newest_saved(run_path), read_lineage(run_path)
@@ -84,9 +84,9 @@ def steps_of(run_path: Path, config: RunConfig) -> Iterator[StepData]:
 
 
 def newest_saved(run_path: Path) -> Saved | None:
-    """Of the newest checkpoint on a file system that can be read, what it says of the data; None where there is none.
+    """The data record of the newest readable checkpoint; None where there is none.
 
-    A ledger lies beside the run; checkpoints on an object store are asked only where there is no ledger.
+    Checkpoints on an object store are read only where the run directory has no ledger.
     """
     location = checkpoints_of(run_path)
     if is_remote(location) and (run_path / LEDGER).exists():
@@ -104,7 +104,7 @@ def newest_saved(run_path: Path) -> Saved | None:
 
 
 def _from_ledger(path: Path, saved: Saved | None, step: int) -> Iterator[StepData]:
-    """The rows, each checked: they count the steps after ``step`` on, and tile the order."""
+    """The ledger's rows from step ``step`` + 1 on. Raises UserError where a step or a sample is missing or repeated."""
     consumed = None if step else 0
     for _, row in read_rows(path):
         data = _parse(path, row)
@@ -123,7 +123,7 @@ def _from_ledger(path: Path, saved: Saved | None, step: int) -> Iterator[StepDat
 
 
 def _parse(path: Path, row: dict[str, Any]) -> StepData:
-    """One row. Raises UserError where it is none of a ledger's."""
+    """One row of the ledger. Raises UserError where it is malformed."""
     ranges = row.get("hopped")
     is_right = all(type(row.get(name)) is kind for name, kind in FIELDS.items())
     is_right = is_right and all(
@@ -138,7 +138,10 @@ def _parse(path: Path, row: dict[str, Any]) -> StepData:
 
 
 def _from_checkpoint(config: RunConfig, saved: Saved, path: Path) -> Iterator[StepData]:
-    """The steps up to the checkpoint, with the config's batch sizes, which must lead to what it has consumed."""
+    """The steps up to the checkpoint by the config's batch sizes.
+
+    Raises UserError where these do not lead to the number of samples that the checkpoint has consumed.
+    """
     found, consumed = [], 0
     for step in range(1, saved.step + 1):
         samples = take(consumed, config.train.batches.size_at(step), saved.skipped)

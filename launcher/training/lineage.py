@@ -1,4 +1,4 @@
-"""Where a branched run came from: a file in its run directory."""
+"""The record of a branched run's parent, kept in a file of its run directory."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,31 +14,31 @@ class Without:
 
     documents: int
     sha256: str  # of their list (data.without.hash_of_list)
-    first_seen: int | None  # the first step before the branch that had seen one of them; None: none had
-    known_from: int  # of steps before this one no record was left to look at
+    first_seen: int | None  # the first step before the branch that had consumed one of them; None: none had
+    known_from: int  # the first step of which a record was left to look at
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The run directory, as it was called then, the step of its checkpoint, and the name that the run had drawn."""
+    """A branched run's parent: its run directory at that time, the step of its checkpoint, and its run id."""
 
     run: str
     step: int
     without: Without | None = None
-    run_id: str | None = None  # None: of a branch that was made before runs drew names
+    run_id: str | None = None  # None: the branch was made before runs had ids
 
     def is_there(self) -> bool:
-        """Whether the directory is still that run's. Raises UserError where its name is damaged."""
+        """Whether the directory still holds that run. Raises UserError where its file with the id is damaged."""
         return (Path(self.run) / CONFIG).is_file() and read_run_id(Path(self.run)) == self.run_id
 
 
 def write_lineage(run_path: Path, lineage: Lineage) -> None:
-    """Records it."""
+    """Writes the lineage into the run directory."""
     (run_path / LINEAGE).write_text(json.dumps(asdict(lineage)) + "\n")
 
 
 def read_lineage(run_path: Path) -> Lineage | None:
-    """What is recorded; None for a run that began by itself. Raises UserError where the file is damaged."""
+    """The recorded lineage; None for a run that was not branched. Raises UserError where the file is damaged."""
     check_parts(run_path, LINEAGE)
     path = run_path / LINEAGE
     if not path.exists():

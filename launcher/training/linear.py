@@ -1,4 +1,4 @@
-"""Whether linear attention has its kernels where a run begins."""
+"""The warning at a run's start that the package with linear attention's GPU kernels is missing."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,10 @@ from modeling.kernels.fused_delta import PACKAGE, fused_rule
 
 
 def tell_of_missing_kernels(config: RunConfig, device: torch.device, tell: Callable[[str], None]) -> None:
-    """A line where a run would take the package's kernels, and they are not there: it goes on without."""
+    """Calls ``tell`` with a line where the run would use the package's kernels on this GPU and they are not usable.
+
+    The run then goes on without them.
+    """
     train = config.train
     wants = config.model.linear_attention is not None and train.stored != "fp32" and not train.deterministic
     if wants and device.type == "cuda" and fused_rule() is None:

@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness on the weights as they train, under the run's own layout.
+"""Tasks of lm-evaluation-harness, evaluated during training under the run's own parallel layout.
 
-Rank 0 makes the requests once, at the start; all ranks then hold them as rows of data.seq_len tokens, which are passed
-through the model as held-out samples are. Generation has no place in such passes: tasks that generate are refused.
+Rank 0 makes the requests once, at the start; all ranks then hold them as rows of data.seq_len tokens, which pass
+through the model like held-out samples. Such passes cannot generate text, so tasks that generate are refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,16 +28,16 @@ KEY = "train.eval_tasks"
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tasks' requests, and what is scored to answer them: ``counts`` windows for each request, in order."""
+    """The tasks' requests, and the windows of tokens that are scored to answer them, in the requests' order."""
 
     requests: Requests
     instances: list[Any]
-    counts: list[int]
+    counts: list[int]  # how many of ``windows`` belong to each of ``instances``
     windows: list[Window]
     n_cut: int  # requests longer than data.seq_len, whose first tokens are left out
 
     def row(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """The tasks' metrics as ``eval/TASK/METRIC``; those that come to no number are left out."""
+        """``eval/TASK/METRIC`` -> value, from the answers to all windows; metrics without a value are left out."""
         from launcher.tasks.model import answer_of
 
         found, start = {}, 0
@@ -55,12 +55,12 @@ class Prepared:
 
 
 def asked_by(config: RunConfig) -> Asked:
-    """What the config asks for."""
+    """The tasks and the limit on their examples that the config sets."""
     return Asked(config.train.eval_tasks, KEY, limit=config.train.eval_tasks_limit)
 
 
 def check_task_files(config: RunConfig) -> None:
-    """What can be said of train.eval_tasks without a tokenizer: own tasks make their requests. Raises UserError."""
+    """Checks train.eval_tasks without a tokenizer, by making the requests of the user's own tasks. Raises UserError."""
     if not config.train.eval_tasks:
         return
     asked = asked_by(config)
@@ -71,9 +71,9 @@ def check_task_files(config: RunConfig) -> None:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Everything but the model: reads the tasks and reckons with made-up answers. Raises UserError.
+    """Checks train.eval_tasks in full but for the model: prepares the tasks and computes metrics from made-up answers.
 
-    The tokenizer has to be there.
+    Raises UserError, also where there is no tokenizer.
     """
     if config.train.eval_tasks:
         prepared = prepare_tasks(config)
@@ -81,14 +81,14 @@ def check_tasks(config: RunConfig) -> None:
 
 
 def check_kind(name: str, kind: str | None) -> None:
-    """Raises UserError for a task that generates."""
+    """Raises UserError for a task whose output type generates text."""
     if kind == "generate_until":
         rule = "generates text (output_type: generate_until), which no evaluation in training does"
         raise UserError([f"{KEY}: {name} {rule}; leave it to `roundtable eval --tasks`"])
 
 
 def requests_of(asked: Asked) -> Requests:
-    """The tasks' requests, as text. Raises UserError where one generates, or cannot make them."""
+    """The tasks' requests as text. Raises UserError where a task generates text, or its requests cannot be made."""
     loaded = load_tasks(asked)
     for name, task in loaded.tasks.items():
         check_kind(name, task.OUTPUT_TYPE)
@@ -96,7 +96,7 @@ def requests_of(asked: Asked) -> Requests:
 
 
 def prepare_tasks(config: RunConfig) -> Prepared:
-    """The tasks' requests, tokenized. Raises UserError where one cannot be made or answered."""
+    """The tasks' requests with their tokenized windows. Raises UserError without a tokenizer, or for a bad task."""
     from launcher.tasks.model import RoundtableLM
 
     asked = asked_by(config)
@@ -114,12 +114,12 @@ def prepare_tasks(config: RunConfig) -> Prepared:
 
 
 def unscored(_: Sequence[Window]) -> list[Answer]:
-    """In the place of a model, for a reader of the tasks' requests: it is never to be called."""
+    """A stand-in for the model's scoring function, which must not be called: only the requests are tokenized here."""
     raise AssertionError("the ranks score them together")
 
 
 class LiveTasks:
-    """The tasks of a run on one rank. ``prepared`` is on rank 0 alone."""
+    """A run's tasks on one rank: every rank holds the windows, and only rank 0 ``prepared``, which has the requests."""
 
     def __init__(self, config: RunConfig, windows: list[Window], prepared: Prepared | None) -> None:
         self.train = config.train
@@ -127,12 +127,15 @@ class LiveTasks:
         self.rows: Rows = packed_rows(windows, config.data.seq_len)
 
     def is_due(self, step: int) -> bool:
-        """Whether they are evaluated after this step: every train.eval_tasks_every_steps, and at the end."""
+        """Whether the tasks are evaluated after this step: after the last one, and every train.eval_tasks_every_steps.
+
+        Where that is null, train.eval_every_steps counts.
+        """
         every = self.train.eval_tasks_every_steps or self.train.eval_every_steps
         return step == self.train.steps or (every is not None and step % every == 0)
 
     def event(self, step: int) -> Mapping[str, Any]:
-        """What rank 0 says of them at the start."""
+        """The event "eval_tasks" of the start, on rank 0: the tasks and how much is scored; {} on other ranks."""
         prepared = self.prepared
         if prepared is None:
             return {}
@@ -140,7 +143,10 @@ class LiveTasks:
         return {"step": step, "event": "eval_tasks", "tasks": [*prepared.requests.instances], **about}
 
     def evaluate(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict[str, Any]:
-        """The event of an evaluation on rank 0; {} elsewhere. All ranks call it; ``alive`` after each micro-batch."""
+        """Evaluates the tasks; returns the event "evaluated_tasks" on rank 0, {} elsewhere. All ranks call it.
+
+        ``alive`` is called after each micro-batch.
+        """
 
         def run(micro_batches: list[MicroBatch]) -> Iterator[Output]:
             for output in engine.evaluate(micro_batches):
@@ -157,7 +163,7 @@ class LiveTasks:
 def open_tasks(config: RunConfig, mesh: Mesh) -> LiveTasks | None:
     """The run's tasks; None where it has none. All ranks call it.
 
-    Raises UserError on rank 0 where one cannot be had, and ends the others with the same exit code.
+    Where a task cannot be prepared, rank 0 raises UserError and the other ranks exit with code 2.
     """
     if not config.train.eval_tasks:
         return None

@@ -1,7 +1,7 @@
-"""What a start is planned to take, told at its beginning, and by how much that missed, told after some steps.
+"""The plan of a start's step time and memory, logged at its beginning, and its error, logged after some steps.
 
-The plan is one of closed forms (launcher.plan.quick): milliseconds, no process of its own, nothing of the run's own.
-Whatever goes wrong with it is one line, and the run goes on.
+The plan comes from closed forms (launcher.plan.quick), which take milliseconds and touch nothing of the run. If it
+fails, one warning is printed and the run goes on.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from launcher.training.cpu_room import cpu_room
 from launcher.watch.watchers import NullWatchers, Watchers
 from parallel.mesh import Mesh
 
-MISS_AFTER = 10  # updates of a start; the first one warms up and does not count
+MISS_AFTER = 10  # updates after which the plan is compared; the first one warms up and does not count
 GIB = 2**30
 HELD = {
     "weights": "weights_gib",
@@ -36,20 +36,20 @@ TERMS = ("step_seconds", "peak_gib", "loader_wait_seconds")
 
 
 class Planned:
-    """One start's plan; on ranks other than 0, with metrics.plan=false, or where there is no plan, it says nothing."""
+    """One start's plan. Without ``fields`` (other ranks than 0, metrics.plan=false, or no plan) it logs nothing."""
 
     def __init__(self, fields: Mapping[str, Any] | None = None, batch_size: int = 1) -> None:
-        """``batch_size``: sequences of the updates that are planned."""
+        """``fields`` are those of the event; ``batch_size`` is the planned number of sequences in an update."""
         self.fields, self.batch_size = fields, batch_size
         self.rows: list[Mapping[str, Any]] = []
 
     def report(self, watchers: Watchers | NullWatchers, step: int) -> None:
-        """The event of the plan."""
+        """Logs the event "plan", if there is one."""
         if self.fields is not None:
             watchers.event({"step": step, "event": "plan", **self.fields})
 
     def observe(self, row: Mapping[str, Any], watchers: Watchers | NullWatchers) -> None:
-        """Takes an update's row; the tenth one of the planned batch brings the event of the miss."""
+        """Collects an update's row; after ten of the planned batch size, logs the event "plan_miss"."""
         if self.fields is None or len(self.rows) == MISS_AFTER:
             return
         if row.get("batch_size", self.batch_size) < self.batch_size:  # of a batch that still grows
@@ -66,10 +66,11 @@ class Planned:
 
 
 def miss(planned: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """By term: what was measured (medians, the highest memory), what was planned, and the one over the other less 1.
+    """Fields TERM, TERM_planned and TERM_miss: the measured value, the planned one, and measured / planned - 1.
 
-    A plan waits for no samples, and gives each expert as many tokens as any other: ``busiest_expert`` is the mean over
-    layers of the busiest one's load, over the mean load.
+    Measured are medians over ``rows`` but the first, and the largest peak memory. The plan assumes no waiting for
+    samples and equal loads of all experts: ``busiest_expert`` is the mean over layers and steps of the busiest expert's
+    load, relative to the mean load.
     """
     warm = rows[1:]
     found: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def miss(planned: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> dict[str,
 
 
 def plan_start(config: RunConfig, mesh: Mesh) -> Planned:
-    """The plan of this start. To be called right before training: what a CPU's process holds already counts."""
+    """The plan of this start. Call it right before training, since on a CPU the process's memory so far is measured."""
     if mesh.rank != 0 or not config.metrics.plan:
         return Planned()
     try:
@@ -99,13 +100,13 @@ def plan_start(config: RunConfig, mesh: Mesh) -> Planned:
 
 
 def report_budget(watchers: Watchers | NullWatchers, config: RunConfig, mesh: Mesh, step: int) -> None:
-    """The event of what layers compute again, where a budget decided it."""
+    """Logs the event "recompute": what each layer recomputes, where train.activation_gib decided it."""
     if config.train.activation_gib is not None:
         watchers.event({"step": step, "event": "recompute", **told_of_budget(config, mesh.world_size)})
 
 
 def fields_of(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """The event's fields. ``peak_gib`` is what the rows' key of that name is to be compared with."""
+    """The fields of the event "plan". ``peak_gib`` is comparable with the key of that name in metrics.jsonl."""
     on_gpu = mesh.device.type == "cuda"
     hardware = hardware_here(mesh.device) if on_gpu else None
     room = gpu_room(mesh.device, hardware) if on_gpu else cpu_room(config, mesh)
@@ -122,12 +123,12 @@ def fields_of(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def hardware_here(device: torch.device) -> Hardware | None:
-    """The file of this GPU, by the name that torch gives it; None where there is none."""
+    """The hardware description of this GPU, found by torch's name for it; None where there is none."""
     name = torch.cuda.get_device_name(device)
     return next((found for each in known_hardware() if (found := read_hardware(each)).torch_name == name), None)
 
 
 def gpu_room(device: torch.device, hardware: Hardware | None) -> Room:
-    """What this GPU has."""
+    """This GPU's memory, and the overheads outside of tensors that its kind of GPU (else an H100) usually has."""
     usual = room_on(hardware if hardware is not None else read_hardware("H100"))
     return Room(float(torch.cuda.get_device_properties(device).total_memory), usual.outside, usual.reserved)

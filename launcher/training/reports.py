@@ -1,4 +1,4 @@
-"""What a run says of itself beside its metrics: events of its start, its saves, what was compiled, what is wrong."""
+"""The events that a run logs beside its metrics: of its start, checkpoints, compiled chains, packing and damage."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ from parallel.checkpoint.saver import Saved
 
 
 def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
-    """Events of the checkpoints that were committed, or failed, since the last look. A row's step is the state's."""
+    """Logs an event for each checkpoint in ``saves``: committed or failed, and any warning.
+
+    An event's ``step`` is that of the saved state.
+    """
     for saved in saves:
         if saved.error is not None:
             watchers.event({"step": saved.step, "event": "checkpoint_failed", "message": saved.error})
@@ -31,7 +34,7 @@ def report_saves(watchers: Watchers | NullWatchers, saves: list[Saved]) -> None:
 
 
 def report_complete(config: RunConfig, state: TrainState, rank: int, fence: Fence | None) -> None:
-    """Says that there is nothing to do, once; writes the run's page where it was ended before it had one."""
+    """Prints on rank 0 that the run is complete, and writes its report page where that is missing."""
     if rank == 0:
         if not (config.run_path / REPORT).exists():
             write_at_end(config.run_path, fence)
@@ -40,7 +43,7 @@ def report_complete(config: RunConfig, state: TrainState, rank: int, fence: Fenc
 
 
 def report_unsaved(saved: Saved, rank: int) -> None:
-    """Says that the last checkpoint that was due could not be written, once."""
+    """Prints on rank 0 that the last checkpoint that was due could not be written."""
     if rank == 0:
         tell(f"the last checkpoint, step {saved.step}, was not written: {saved.error}")
 
@@ -54,7 +57,7 @@ def report_start(
     changed: list[tuple[str, Any, Any]],
     restart: Restart | None,
 ) -> None:
-    """Events of a run's start: where and what it is, a crash before it, a checkpoint set aside, a resume, changes."""
+    """Logs the events of a start: its record, a restart after a crash, damaged checkpoints, a resume, changes."""
     watchers.event({"step": state.step, "event": "start", **record})
     if restart is not None:
         row = {"restart": restart.number, "max_restarts": restart.allowed, "reason": restart.reason}
@@ -69,9 +72,9 @@ def report_start(
 
 
 def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int) -> int:
-    """The event of a step that chains were compiled in, or fetched from torch's cache: it took that much longer.
+    """Logs the event "compiled" where chains were compiled, or loaded from torch's cache, since ``n_before``.
 
-    Returns how many there are now.
+    Steps with such an event took longer by that. Returns the number of chains compiled so far.
     """
     n_now, seconds = compiled_so_far()
     if n_now > n_before:
@@ -80,7 +83,7 @@ def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int)
 
 
 def report_packing(watchers: Watchers | NullWatchers, dataset: Dataset, step: int) -> None:
-    """The event of documents that are packed: how much of the samples is padding, how many documents are cut."""
+    """Logs the event "packing" where documents are packed: the shares of padding and of cut documents."""
     shares = dataset.packed
     if shares is not None:
         watchers.event({"step": step, "event": "packing", **shares})
@@ -89,7 +92,7 @@ def report_packing(watchers: Watchers | NullWatchers, dataset: Dataset, step: in
 def report_no_heldout_targets(
     watchers: Watchers | NullWatchers, heldout: Dataset | None, n_sequences: int, step: int
 ) -> None:
-    """The event of held-out sequences in which no target counts, so that every evaluation comes to 0."""
+    """Logs the event "no_targets" where no target of the held-out sequences counts, so that every loss would be 0."""
     if heldout is not None:
         n_sequences = min(n_sequences, heldout.n_samples)
         if heldout.count(np.arange(n_sequences))[0] == 0:
@@ -97,6 +100,6 @@ def report_no_heldout_targets(
 
 
 def report_damage(watchers: Watchers | NullWatchers, step: int, warnings: list[str]) -> None:
-    """Events of checkpoints that could not be used."""
+    """Logs an event for each damaged checkpoint."""
     for warning in warnings:
         watchers.event({"step": step, "event": "damaged_checkpoint", "message": warning})

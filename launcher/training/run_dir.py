@@ -352,7 +352,7 @@ class Claim:
         """Releases the lock, and empties the lock file if it names this process, so that the next start may claim it.
 
         The file is not emptied where another process holds the lock or has written its own name: a successor that took
-        over, or a predecessor on an unreachable node, whose lock the next start then takes over by the name in the file.
+        over, or a predecessor on an unreachable node, whose lock the next start takes over by the name in the file.
         """
         with contextlib.suppress(OSError, ValueError):  # of ValueError: it is closed already
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What is recorded of each start of a run, in metrics.jsonl and in W&B: which code, which config, where."""
+"""The record of each start of a run in metrics.jsonl and W&B: its code, config, machines and libraries."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from parallel.processes.environment import number
 
 
 def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The fields of the event ``start``, the same keys under every launcher. All ranks call it; rank 0's counts.
+    """The fields of the event ``start``, the same keys under every launcher; {} on ranks other than 0. All ranks call it.
 
     ``nodes`` is Slurm's short form (n[1-4]) in a job step, elsewhere the ranks' host names.
     """

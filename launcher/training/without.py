@@ -1,4 +1,4 @@
-"""The documents that a run never sees: whether its checkpoints and its config agree on which they are."""
+"""Checks that a run's config and its newest checkpoint agree on the documents left out by data.without."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from parallel.checkpoint.read import Checkpoint, open_checkpoint
 
 
 def hash_in(checkpoint: Checkpoint) -> str:
-    """``hash_of_list`` of the list that was saved with a checkpoint; "" for none. Raises DamagedCheckpoint."""
+    """The hash of the list of documents saved with a checkpoint; "" without one. Raises DamagedCheckpoint."""
     copy = checkpoint.attached(WITHOUT)
     try:
         return "" if copy is None else hash_of_list(read_list(copy, WITHOUT))
@@ -23,9 +23,10 @@ def hash_in(checkpoint: Checkpoint) -> str:
 
 
 def check_documents(config: RunConfig) -> None:
-    """Raises UserError where data.without lists others than the newest checkpoint was trained without. Reads only.
+    """Raises UserError where data.without lists other documents than those the newest checkpoint was trained without.
 
-    What a branched run begins with was trained under its parent's list: then its own record says which list is right.
+    A branched run begins with a checkpoint trained under its parent's list: there, the branch's own record says which
+    list is right. Reads only.
     """
     for folder in reversed(list_checkpoints(config.checkpoint_location)):
         try:
@@ -38,7 +39,7 @@ def check_documents(config: RunConfig) -> None:
 
 
 def expected_hash(run_path: Path, checkpoint: Checkpoint) -> str:
-    """The hash of the list under which a run goes on from one of its checkpoints."""
+    """The hash of the list of documents that a run must leave out when it resumes from ``checkpoint``; "" for none."""
     lineage = read_lineage(run_path)
     if lineage is not None and lineage.step == checkpoint.step:
         return lineage.without.sha256 if lineage.without is not None else ""
@@ -46,7 +47,7 @@ def expected_hash(run_path: Path, checkpoint: Checkpoint) -> str:
 
 
 def check_list(config: RunConfig, expected: str, where: str) -> None:
-    """Raises UserError where data.without is not the list with this hash, of which ``where`` has a copy."""
+    """Raises UserError where the hash of data.without is not ``expected``; the message names ``where``, which has it."""
     try:
         found = hash_of_file(config.data.without)
     except DataError as error:
