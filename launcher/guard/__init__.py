@@ -1,1 +1,1 @@
-"""What watches a run from beside it: hangs, stragglers, second starts, restarts, ranks that disagree."""
+"""What guards a run: detection of hangs, slow ranks, second starts and ranks that disagree, and restarts."""

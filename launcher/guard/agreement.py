@@ -1,4 +1,4 @@
-"""What all ranks of a job must have in common before they train: code, packages, config, and the run directory."""
+"""The check that all ranks of a job have the same code, packages and config, and see the same run directory."""
 
 import contextlib
 import hashlib
@@ -27,18 +27,18 @@ SEEN_SECONDS = 60  # a network file system may show a new file that much later o
 
 
 class Agreed:
-    """That all ranks are there and agree; keep it while the run trains."""
+    """The outcome of ``agree``: the ranks' shared store and the claim of the run directory. Keep it while training."""
 
     def __init__(self, roll: RollCall, lock: Claim | None) -> None:
         self.roll = roll  # hosts the store that the process group talks over
-        self.lock = lock
+        self.lock = lock  # rank 0's claim of the run directory; None on the other ranks
 
     def leave(self, exit_code: int) -> None:
-        """Gives the run directory free, and returns when all ranks have come here, so that they end together.
+        """Releases the run directory, and returns when all ranks have called it, so that they end together.
 
-        Else srun's --kill-on-bad-exit would kill rank 0, still busy with its watchers, at the first exit with a code
-        that is not 0. From here on SIGTERM ends the process with ``exit_code`` too; at last it is not heard, since what
-        is left is to end, and Python gives a handler up before it has.
+        Otherwise srun's --kill-on-bad-exit would kill rank 0, still busy with its watchers, when the first rank exits
+        with a code other than 0. Meanwhile SIGTERM ends the process with ``exit_code``. Afterwards SIGTERM is ignored:
+        only the exit is left, and Python restores the default handlers before the process has ended.
         """
         signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
         if self.lock is not None:
@@ -49,9 +49,10 @@ class Agreed:
 
 
 def agree(config: RunConfig) -> Agreed:
-    """Calls the roll: returns when all ranks are there, run the same, and see the run directory, which rank 0 claims.
+    """Returns when all ranks are present, run the same code and config, and see the run directory that rank 0 claims.
 
-    All ranks of a job call it, before the process group is opened. Raises RollCallError on all of them elsewhere.
+    All ranks of a job call it, before the process group is opened. Raises RollCallError on all ranks if they disagree,
+    or if one is missing.
     """
     roll = RollCall(config.train.start_seconds, rank_hosts())
     roll.agree("facts", facts(config, roll))
@@ -69,10 +70,10 @@ def agree(config: RunConfig) -> Agreed:
 
 
 def facts(config: RunConfig, roll: RollCall | None = None) -> dict[str, str]:
-    """What must be equal, by the name that a message gives it.
+    """Name -> value of everything that must be equal on all ranks; names are as messages show them.
 
-    Of the ranks of one node that run the same files, one looks at them and tells the others by ``roll``: a large job
-    reads its code from the shared disk once a node. Without ``roll`` this process looks itself.
+    With ``roll`` one rank reads the code's files for all ranks of its node that run the same ones, so that a large job
+    reads its code from the shared disk once for each node. Without it this process reads them itself.
     """
     here = code_facts() if roll is None else roll.once_on_node("code", f"{ROOT} {sys.executable}", code_facts)
     own = {"the config (sha256)": hash_of_config(config)[:12]}
@@ -82,7 +83,7 @@ def facts(config: RunConfig, roll: RollCall | None = None) -> dict[str, str]:
 
 
 def code_facts() -> dict[str, str]:
-    """What follows from the files that this process runs."""
+    """The facts that follow from installed files: versions of Python and packages, the code's commit and hash."""
     found = {"Python": platform.python_version()}
     found |= {name: package_version(name) for name in PACKAGES}
     found["the code's commit"] = commit()
@@ -109,7 +110,7 @@ def commit() -> str:
 
 
 def hash_of_code() -> str:
-    """sha256 over the names and texts of all our Python files: it sees edits that no commit holds."""
+    """sha256 over the names and contents of all of Roundtable's Python files, which uncommitted edits change too."""
     digest = hashlib.sha256()
     for path in sorted(path for package in SOURCES for path in (ROOT / package).rglob("*.py")):
         digest.update(f"{path.relative_to(ROOT)}\n".encode())
@@ -125,7 +126,7 @@ def hash_of_config(config: RunConfig) -> str:
 def check_shared(roll: RollCall, run_path: Path, seconds: float = SEEN_SECONDS) -> None:
     """Raises RollCallError on all ranks where one does not see the file that rank 0 writes into the run directory.
 
-    All ranks call it; the run directory exists on rank 0. A rank looks for at most ``seconds``.
+    All ranks call it; the run directory exists on rank 0. A rank looks for the file for at most ``seconds``.
     """
     mark = run_path / ".seen"
     text = roll.share("seen", str(time.time_ns()))

@@ -1,8 +1,8 @@
-"""The fencing token: a number in the run directory that each start raises.
+"""The fencing token: a number in the run directory that each start increases.
 
-A process that was cut off (a dead network, a stopped node) and comes back finds a larger number than its own, and can
-neither commit a checkpoint nor append to metrics.jsonl. Looking and writing happen under one lock, so nothing slips
-in between.
+A process that was cut off (a dead network, a stopped node) and comes back finds a larger number than its own, and then
+neither commits a checkpoint nor appends to metrics.jsonl. The number is checked, and the files are written, under one
+lock, so that no other start can come in between.
 """
 
 import errno
@@ -18,9 +18,9 @@ from pathlib import Path
 from parallel.checkpoint.errors import BrokenSave
 
 FENCE = ".fence"
-LONGEST = 64  # bytes read of the file: more than any number of starts takes
+LONGEST = 64  # bytes read of the file: more than the number ever has
 ENDS = "; this process writes nothing more and ends, and a new start goes on from the last checkpoint that is there"
-LOCK_SECONDS = 180  # a lock is held for one write; that of a node that died falls after its file system's lease
+LOCK_SECONDS = 180  # a lock is held for one write; a dead node's is released when its file system's lease expires
 
 
 class StaleRun(BrokenSave):
@@ -32,14 +32,18 @@ class StaleRun(BrokenSave):
 
 @dataclass(frozen=True)
 class Fence:
-    """What a start got: the run directory, and the number that is in its fence file as long as no later start is."""
+    """A start's token: the number in the run directory's fence file, until a later start increases it."""
 
     run_path: Path
     token: int
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The only time in which this process may change the run directory. Raises StaleRun, OSError (no lock)."""
+        """A context in which this process may change the run directory: the fence is locked and holds this start's token.
+
+        Raises StaleRun where a later start has increased it or the file was removed or changed, and OSError where the
+        lock is not free within LOCK_SECONDS.
+        """
         with _locked(self.run_path, self._open()) as handle:
             latest = _token(os.pread(handle, LONGEST, 0))
             if latest is not None and latest > self.token:
@@ -59,9 +63,10 @@ class Fence:
 
 
 def raise_fence(run_path: Path) -> Fence:
-    """Shuts out whoever wrote in the run directory so far. One process calls it, for all ranks of its start.
+    """Increases the token in the run directory, which shuts out all earlier starts; returns the new fence.
 
-    The fence file, where it is there, holds a token (``why_no_token``).
+    One process calls it, for all ranks of its start. The fence file, if there is one, must hold a token or be empty
+    (``why_no_token``).
     """
     with _locked(run_path, os.open(run_path / FENCE, os.O_RDWR | os.O_CREAT, 0o666)) as handle:
         token = (_token(os.pread(handle, LONGEST, 0)) or 0) + 1
@@ -80,13 +85,16 @@ def why_no_token(path: Path) -> str | None:
 
 
 def _token(text: bytes) -> int | None:
-    """The number, or None where it is not one that a start wrote."""
+    """The number; None where the text is not one that a start wrote."""
     return int(text) if re.fullmatch(rb"\d{1,20}\n?", text) else None
 
 
 @contextmanager
 def _locked(run_path: Path, handle: int) -> Iterator[int]:
-    """The fence file's ``handle``, locked. It is opened each time, so that NFS looks at the server's copy."""
+    """A context in which the fence file's ``handle`` is locked; it is closed afterwards.
+
+    The file is opened anew each time, so that NFS reads the server's copy.
+    """
     try:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _try_lock(handle):

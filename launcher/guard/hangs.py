@@ -1,4 +1,4 @@
-"""From heartbeats to a verdict: which rank is dead, silent, late or failed, and what every rank was doing.
+"""The verdict from the ranks' heartbeats: which rank is dead, silent, late or failed, and what each was doing.
 
 Nothing here communicates; ``launcher.guard.watchdog`` does.
 """
@@ -21,36 +21,36 @@ import torch.distributed as dist
 from parallel.mesh import AXES, Mesh
 from parallel.processes.waits import Call, Waits
 
-CUT_SECONDS = 10.0  # how long a lost connection may wait for the news of whose end it was
-SHOWN_RANKS = 8  # whose doings a message tells; all of them are in the log files
+CUT_SECONDS = 10.0  # how long a rank that lost a connection waits to learn which rank ended
+SHOWN_RANKS = 8  # ranks that a message describes; the log files have all of them
 NOBODY_LATE = "nobody is late: each rank has begun what the others wait for, and a device or the network holds it up"
-WRAPPER = str(Path(__file__).parents[2] / "parallel" / "processes" / "waits.py")  # is in every wait and says nothing
+WRAPPER = str(Path(__file__).parents[2] / "parallel" / "processes" / "waits.py")  # in every waiting stack: left out
 OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("launcher", "parallel", "modeling", "data"))
 
 
 @dataclass
 class Seen:
-    """What rank 0 knows of a rank."""
+    """What rank 0 knows about a rank."""
 
-    heard: float  # when it was last heard of (monotonic seconds of rank 0)
-    beat: dict[str, Any] = field(default_factory=dict)  # its last: step, phase, age, limit, its key, own
-    failed: tuple[str, int] | None = None  # an exception of its own, in a line, and the exit code
+    heard: float  # when its last message arrived (monotonic seconds of rank 0)
+    beat: dict[str, Any] = field(default_factory=dict)  # its last heartbeat: step, phase, age, limit, key, own
+    failed: tuple[str, int] | None = None  # an exception of its own, in one line, and the exit code
     cut: tuple[float, str] | None = None  # when and how it lost a connection
-    gone: bool = False  # its process ended without a word
-    left: bool = False  # it ended as it should
+    gone: bool = False  # its process ended without a message
+    left: bool = False  # it ended regularly
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end, as rank 0 has found and all are told."""
+    """The reason why all ranks end: rank 0 finds it and sends it to all."""
 
     kind: Literal["failed", "gone", "hang", "cut"]
-    text: str  # the reason, in a line
-    rank: int | None = None  # the culprit, where it is known before the ranks have reported
+    text: str  # the reason, in one line
+    rank: int | None = None  # the rank at fault, where it is known before the ranks have reported
     exit_code: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """The message by which the ranks are told."""
+        """The verdict as a message to the other ranks."""
         return asdict(self)
 
 
@@ -61,28 +61,28 @@ class Report:
     rank: int
     step: int
     phase: str
-    age: float  # seconds in it
-    where: str  # the innermost line of ours that its main thread is in
+    age: float  # seconds in that phase
+    where: str  # the innermost line of Roundtable's code that its main thread is in
     waits: dict[str, Any] | None  # operation, axis, ranks (as runs_of_ranks), group, number, peer, seconds
     counts: dict[str, int]  # group's name -> collectives begun there
-    by_axis: dict[str, int] = field(default_factory=dict)  # the same by the axes' names, which all ranks share
-    stage: int = 0  # place on pp: ranks of one stage run one program
+    by_axis: dict[str, int] = field(default_factory=dict)  # collectives begun by the axes' names, which all ranks share
+    stage: int = 0  # place on pp: ranks of one stage run the same program
 
 
 def flight_record() -> bytes:
-    """What torch has recorded of this process's latest communications (Flight Recorder), pickled; empty: nothing.
+    """The record that torch keeps of this process's latest communications (Flight Recorder), pickled; may be empty.
 
-    On NCCL it says which of them the device has begun and completed. May wait for the device.
+    With NCCL it says which of them the device has begun and completed. The call may wait for the device.
     """
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return b""
-    names = ("_dump_nccl_trace", "_dump_fr_trace")  # the first in builds with NCCL, whose record is another
+    names = ("_dump_nccl_trace", "_dump_fr_trace")  # the first exists in builds with NCCL, which record to it
     dump = next((getattr(c10d, name) for name in names if hasattr(c10d, name)), bytes)
     return dump()
 
 
 def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdict | None:
-    """The reason to end all ranks, if there is one; the surest first."""
+    """The reason to end all ranks; None where there is none. The most certain kind of reason comes first."""
     for rank, state in seen.items():
         if state.failed is not None:
             return Verdict("failed", f"{places[rank]} failed: {state.failed[0]}", rank, state.failed[1])
@@ -106,14 +106,14 @@ def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdic
 
 
 def limit_in_words(beat: Mapping[str, Any]) -> str:
-    """The limit that was passed, and the key to raise it by."""
+    """A phrase with the limit that was exceeded, and the config key that raises it."""
     return f"the limit is {beat['limit']:.0f} s ({beat['key']})"
 
 
 def explain(
     verdict: Verdict, reports: Mapping[int, Report], seen: Mapping[int, Seen], places: Sequence[str], now: float
 ) -> tuple[int | None, str]:
-    """The rank that holds up the others, and the message: the verdict, that rank, and what others wait for."""
+    """(rank that holds up the others or None, message): the verdict, that rank, and what other ranks wait for."""
     lines = [verdict.text]
     culprit = verdict.rank
     if verdict.kind in ("hang", "cut"):
@@ -150,9 +150,9 @@ def _find_culprit(
 
 
 def _out_of_step(reports: Sequence[Report]) -> Report | None:
-    """The rank whose collectives came in another order than most others' of its stage; None where no one stands out.
+    """The rank whose collectives came in another order than those of most ranks of its stage; None where none differs.
 
-    Of two ranks that run one program, one has come as far as the other or farther, on every axis.
+    Of two ranks that run the same program, one has begun at least as many collectives as the other on every axis.
     """
     orders = Counter((report.stage, frozenset(report.by_axis.items())) for report in reports)
     of_order = {
@@ -176,7 +176,7 @@ def _is_another_order(ours: Mapping[str, int], theirs: Mapping[str, int]) -> boo
 
 
 def counts_by_axis(counts: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-    """Collectives begun on each axis, over all groups that it has on this rank."""
+    """Axes' name -> the number of collectives begun on them, summed over their groups on this rank."""
     found: dict[str, int] = {}
     for group, count in counts.items():
         axis, _ = find_axis(Call("", group, 0), mesh)
@@ -185,7 +185,7 @@ def counts_by_axis(counts: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
 
 
 def _has_to_wait(report: Report, reports: Mapping[int, Report], known: dict[tuple[str, int], bool]) -> bool:
-    """Whether some rank has not yet come to the communication that this one is in; ``known`` is filled."""
+    """Whether some rank has not yet begun the communication in which this one waits. ``known`` caches answers."""
     waits = report.waits
     if waits is None or waits["peer"] is not None:
         return waits is not None
@@ -197,7 +197,7 @@ def _has_to_wait(report: Report, reports: Mapping[int, Report], known: dict[tupl
 
 
 def runs_of_ranks(ranks: Sequence[int]) -> list[list[int]]:
-    """A group's ranks in a few numbers: [first, how many, from one to the next] of each run."""
+    """A group's ranks in compressed form: [first rank, count, stride] of each run."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == 1:
@@ -210,12 +210,12 @@ def runs_of_ranks(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that ``runs_of_ranks`` was given."""
+    """The ranks of the runs that ``runs_of_ranks`` made."""
     return [first + number * stride for first, count, stride in runs for number in range(count)]
 
 
 def _first_ones(names: Sequence[Any]) -> str:
-    """The first SHOWN_RANKS of them, and how many more there are."""
+    """The first SHOWN_RANKS names, and how many more there are."""
     more = f" and {len(names) - SHOWN_RANKS} more" if len(names) > SHOWN_RANKS else ""
     return ", ".join(map(str, names[:SHOWN_RANKS])) + more
 
@@ -237,7 +237,10 @@ def describe_wait(waits: Mapping[str, Any]) -> str:
 
 
 def report_waits(waits: Waits, mesh: Mesh) -> dict[str, Any] | None:
-    """What holds this process: on gloo what its main thread waits in, on CUDA the last communication begun."""
+    """The communication that holds up this process, in the form of ``Report.waits``; None where there is none.
+
+    On gloo it is the one in which the main thread (else another) waits; on CUDA, failing that, the last one begun.
+    """
     main = threading.main_thread().ident
     held = [waits.current[thread] for thread in sorted(waits.current, key=lambda thread: thread != main)]
     now = time.monotonic()
@@ -263,7 +266,7 @@ def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:
 
 
 def main_line() -> str:
-    """The innermost line of our code that the main thread is in: file, line and function."""
+    """The innermost line of Roundtable's code that the main thread is in: file, line and function."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and not _is_ours(frame.f_code.co_filename):

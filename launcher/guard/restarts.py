@@ -1,4 +1,4 @@
-"""Starting all ranks again after a crash: when that is worth it, and what the run's record says of it."""
+"""Restarts of all ranks after a crash: whether another one is made, and its description for the run's record."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ NEVER_AGAIN = (2, STOPPED)  # exit codes after which ranks are not started again
 
 @dataclass(frozen=True)
 class Restart:
-    """Why and for which time all ranks were started again."""
+    """One restart of all ranks: the how-manieth it is, how many are allowed, and the failure before it."""
 
     number: int
     allowed: int
@@ -23,7 +23,7 @@ class Restart:
 
 
 class Restarts:
-    """Decides after each start's end whether there is another."""
+    """Decides after each failed start of local processes whether they are started again."""
 
     def __init__(self, checkpoints: str, allowed: int) -> None:
         self.checkpoints = checkpoints
@@ -56,7 +56,7 @@ def newest_checkpoint(location: str) -> int:
 
 
 def restart_by_torchrun(environment: Mapping[str, str] = os.environ) -> Restart | None:
-    """What torchrun says of this start; None for the first one, and under any other launcher."""
+    """The restart that torchrun made, by its environment variables; None for a first start or another launcher."""
     count = number("TORCHELASTIC_RESTART_COUNT", environment, default=0)
     if count == 0:
         return None

@@ -1,9 +1,10 @@
-"""Ranks that are persistently slower than their peers, by the time of their own work.
+"""Detects ranks that are persistently slower than their peers, by the time of their own work.
 
-A rank's own time of a step is the step's wall time less the time its main thread was held in communication (on gloo;
-on CUDA communication does not hold the main thread: all ranks take the same time, and none is called slow). Peers are
-the ranks of the same pipeline stage, which have the same work to do; where a stage is one rank, all ranks, and it must
-be slower than these for its share of the model's products too: the head may take longer than all other stages.
+A rank's own time of a step is the step's wall time less the time for which communication held its main thread (on
+gloo; on CUDA communication does not hold the main thread, so all ranks take the same time and none is called slow).
+A rank's peers are the ranks of its pipeline stage, which have the same work to do. Where a stage is a single rank, its
+peers are all ranks, and it must also be slower than they are relative to its share of the model's work, since the stage
+with the head may take longer than all others.
 """
 
 import statistics
@@ -11,19 +12,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WINDOW_STEPS = 20  # a rank's figure is the median of so many steps, so that a hiccup does not count
-SLOW_RATIO = 1.5  # of a rank's figure to its peers' median
+WINDOW_STEPS = 20  # a rank's figure is the median of so many steps, so that a single slow step does not count
+SLOW_RATIO = 1.5  # a rank is slow where its figure is so many times its peers' median
 AGAIN_STEPS = 500  # a rank that stays slow is named again after so many steps
 
 
 class OwnTimes:
-    """One rank's own seconds of its last steps."""
+    """One rank's own seconds in each of its last WINDOW_STEPS steps."""
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def add(self, wall: float, held: float) -> None:
-        """One step: its wall time, and how much of it communication held the main thread."""
+        """Adds one step, by its wall time and the time for which communication held the main thread, in seconds."""
         self.seconds.append(max(0.0, wall - held))
 
     def figure(self) -> float | None:
@@ -33,7 +34,7 @@ class OwnTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: its own seconds a step, and how many times its peers' median that is, at least."""
+    """A slow rank: its own seconds for a step, and a lower bound on how many times its peers' median that is."""
 
     rank: int
     seconds: float
@@ -41,10 +42,10 @@ class Straggler:
 
 
 class Stragglers:
-    """Rank 0's judgement over time."""
+    """Rank 0's judge of which ranks are slow; it remembers when it named each."""
 
     def __init__(self, stages: Sequence[Sequence[int]], work: Sequence[float] | None = None) -> None:
-        """``work``: what each stage has to do, in any unit; None: all the same."""
+        """``stages``: the ranks of each pipeline stage. ``work``: each stage's work in any unit; None: all the same."""
         ranks = [rank for stage in stages for rank in stage]
         shares = work or [1.0] * len(stages)
         self.work = {rank: share for members, share in zip(stages, shares, strict=True) for rank in members}
@@ -53,9 +54,9 @@ class Stragglers:
         self.named: dict[int, int] = {}  # rank -> the step at which it was named
 
     def find(self, figures: Mapping[int, float], step: int) -> list[Straggler]:
-        """The ranks to be named now, given every rank's figure; nothing while some rank has none.
+        """The slow ranks to be named now, given every rank's figure; none while some rank has no figure.
 
-        Peers' median is the lower one of two, so that of two ranks the slow one stands out.
+        Of an even number of peers the lower median is taken, so that of two ranks the slow one stands out.
         """
         if figures.keys() != self.stage_of.keys():
             return []
@@ -72,7 +73,7 @@ class Stragglers:
         return found
 
     def ratios(self, figures: Mapping[int, float]) -> dict[int, float]:
-        """How many times its peers' median each rank's figure is."""
+        """Rank -> its figure, divided by its peers' median."""
         medians = [statistics.median_low([figures[peer] for peer in peers]) for peers in self.peers]
         typical = {rank: medians[stage] for rank, stage in self.stage_of.items()}
         return {rank: figure / typical[rank] if typical[rank] > 0 else 1.0 for rank, figure in figures.items()}

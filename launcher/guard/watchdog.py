@@ -1,10 +1,10 @@
-"""The watchdog: a thread beside each rank's loop that notices ranks which die, hang or fall silent, and ends the job.
+"""The watchdog: a thread beside each rank's loop that detects ranks which die, hang or fall silent, and ends the job.
 
-Each rank tells rank 0 its step, phase and how long it has been there, over a connection of the thread's own
-(``parallel.processes.heartbeat``). When a rank is gone, silent or beyond its limit, every rank writes the Python
-stacks of its threads and the communication it waits in to RUN_DIR/logs/rank-N.txt, rank 0 names the rank at fault,
-and all end. The threads work while the main threads sit in a collective; where even they cannot run (a native call
-that keeps Python's lock), faulthandler's own thread writes the stacks and ends the process.
+Each rank tells rank 0 its step, phase and time in that phase over a connection of the thread's own
+(``parallel.processes.heartbeat``). When a rank is gone, silent or beyond its time limit, every rank writes the Python
+stacks of its threads and the communication in which it waits to RUN_DIR/logs/rank-N.txt, rank 0 names the rank at
+fault, and all end. The threads work while the main threads are blocked in a collective; where even they cannot run (a
+native call that holds Python's global lock), faulthandler's own thread writes the stacks and ends the process.
 """
 
 import contextlib
@@ -46,18 +46,18 @@ from parallel.processes.waits import Waits
 LOGS = "logs"
 FLIGHT_RECORD = "flight-rank-"  # in LOGS, before the rank: what torch recorded of its communications
 STEP = "step"  # the phase whose limit is train.step_timeout_seconds; all others are slow
-SLOW_FACTOR = 3  # a slow phase (start, first step, evaluation, checkpoint) without a sign may take so many timeouts
+SLOW_FACTOR = 3  # a slow phase (start, first step, evaluation, checkpoint) without progress may take so many timeouts
 LONGEST_FACTOR = 3  # with train.step_timeout_seconds=null, a step may take so many times the longest one before
-REPORT_SECONDS = 10.0  # a rank that has said nothing for so long, when all are to say what they do, is missing
-TELL_SECONDS = 45.0  # for metrics.jsonl and W&B to take the last event; W&B gives up after 30
-LAUNCHER_SECONDS = 10.0  # a launcher that sees a rank end kills the others long before
-WORDS_A_SECOND = 400  # that rank 0 takes from all ranks: above 800 ranks each speaks less often than every 2 seconds
+REPORT_SECONDS = 10.0  # a rank that has sent nothing for so long, when all are asked for reports, is missing
+TELL_SECONDS = 45.0  # given to metrics.jsonl and W&B for writing the last event; W&B gives up after 30
+LAUNCHER_SECONDS = 10.0  # given to a launcher that sees a rank end, to kill the others: it takes far less
+WORDS_A_SECOND = 400  # messages that rank 0 takes: above 800 ranks each rank sends fewer than one in 2 seconds
 
 
 class Watchdog:
     """One rank's watchdog, entered after the mesh is open; leaving it is collective where nothing went wrong.
 
-    The loop calls ``beat`` when it comes to a step or another phase, and runs within ``recording``.
+    The loop calls ``beat`` when it begins a step or another phase, and runs within ``recording``.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
@@ -74,7 +74,7 @@ class Watchdog:
         self.waits = Waits()
         self.step, self.phase, self.since = 0, "start", time.monotonic()
         self.steps_done, self.begun = 0, 0
-        self.longest = 0.0  # seconds of a step for each of its sequences, of which it may get more
+        self.longest = 0.0  # the most seconds a step took for each of its sequences: batches may grow
         self.own_times, self.held_before = OwnTimes(), 0.0
         self.news: deque[dict[str, Any]] = deque()  # events for the main thread to pass on
         now = time.monotonic()
@@ -83,9 +83,9 @@ class Watchdog:
         self.stragglers = Stragglers(Degrees.of(config.parallel, mesh.world_size).stages(), work)
         self.reports: dict[int, Report] = {}
         self.own_end: Message | None = None  # "failed", "cut" or "bye", to be sent by the thread
-        self.has_news = False  # the thread has heard what cannot wait for its next turn
-        self.is_raising = False  # the main thread is on its way to the launcher with an exception
-        self.over = threading.Event()  # nothing more is to be expected of the thread
+        self.has_news = False  # the thread has received something that cannot wait for its next turn
+        self.is_raising = False  # the main thread is raising an exception, which the launcher will report
+        self.over = threading.Event()  # set once the thread has nothing more to do
         self.heart: Heart | None = None
         self.log: IO[str] | None = None
         self.thread = threading.Thread(target=self.run, name="watchdog", daemon=True)
@@ -93,7 +93,7 @@ class Watchdog:
     # The main thread's calls.
 
     def beat(self, step: int, phase: str) -> None:
-        """The main thread comes to ``phase`` of ``step``, or is still in it; costs nothing that matters."""
+        """Records that the main thread begins ``phase`` of ``step``, or makes progress in it, and logs queued events."""
         now = time.monotonic()
         if self.phase == STEP and (step, phase) != (self.step, STEP):
             self.steps_done += 1
@@ -105,7 +105,7 @@ class Watchdog:
             self.watchers.event({"step": step - 1 if phase == STEP else step, **self.news.popleft()})
 
     def __enter__(self) -> Self:
-        """Connects and starts the thread. All ranks call it."""
+        """Opens the log and the connection, and starts the thread. All ranks call it."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log = self.log_path.open("a")
         self.heart = open_heart(self.mesh, os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -116,7 +116,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback_: TracebackType | None
     ) -> None:
-        """Leaves with all ranks, or after what went wrong."""
+        """Leaves together with all ranks, which is collective; after an error, reports that instead (``fail``)."""
         if error is None:
             self.beat(self.step, "end")
             wait_for_all(self.mesh)
@@ -131,7 +131,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def recording(self, watchers: Watchers | NullWatchers, together: type[Exception]) -> Iterator[None]:
-        """The last event goes to ``watchers``, which stay open, where the work within fails, until it is written.
+        """A context in which the watchdog logs events to ``watchers``, the last one before a failure closes them.
 
         ``together``: an exception that all ranks raise at once, and that is no failure.
         """
@@ -145,7 +145,10 @@ class Watchdog:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Says what went wrong here, and waits until it is known whose fault it was. Once; later calls do nothing."""
+        """Reports this rank's error to rank 0, and waits for the verdict. Only the first call has an effect.
+
+        Where ``run_ranks`` started the process, an error of its own is left to the launcher, which prints it.
+        """
         if self.own_end is not None or self.is_raising:
             return
         if not isinstance(error, Exception):  # an exit or an interrupt, on purpose
@@ -157,12 +160,12 @@ class Watchdog:
             self.write(traceback.format_exc())
             if has_launcher():
                 self.is_raising = True
-                return  # it prints the traceback and ends all
+                return  # the launcher prints the traceback and ends all ranks
             self.own_end = {"failed": _in_a_line(error), "code": exit_code_of(error)}
         self.settle()
 
     def settle(self) -> None:
-        """Has the thread send this rank's last word, and waits for what comes of it."""
+        """Makes the thread send this rank's last message, and waits until the thread is done, for a bounded time."""
         assert self.heart is not None
         self.heart.wake()
         self.over.wait(2 * self.interval + self.report_seconds + TELL_SECONDS)
@@ -170,7 +173,7 @@ class Watchdog:
     # The thread.
 
     def run(self) -> None:
-        """Beats, listens and judges until this rank leaves or all are to end."""
+        """Runs ``keep_watch`` until this rank leaves or the job ends; ends the process if the watchdog itself fails."""
         try:
             self.keep_watch()
         except BaseException:  # a watchdog that has failed must not let a job go on unwatched
@@ -178,9 +181,9 @@ class Watchdog:
             os._exit(1)
 
     def keep_watch(self) -> None:
-        """The thread's loop: a turn every ``interval``, or at once for an end of whatever kind.
+        """The thread's loop: it sends, and judges what arrived, every ``interval``, or at once where a rank ends.
 
-        A beat that arrives begins no turn: it would be answered by one, which is answered, as fast as the ranks can.
+        An arriving heartbeat does not begin a turn, or ranks would answer each other without pause.
         """
         heart = self.heart
         assert heart is not None and self.log is not None
@@ -189,7 +192,7 @@ class Watchdog:
         while True:
             arrived = heart.poll(max(0.0, next_turn - now))
             now = time.monotonic()
-            if now - turned > max(5.0, 5 * self.interval):  # we were stopped ourselves: nobody else was late
+            if now - turned > max(5.0, 5 * self.interval):  # this process itself was stopped: no other rank was late
                 self.restart_clocks(now)
             for rank, message in arrived:
                 self.take(rank, message, now)
@@ -212,7 +215,7 @@ class Watchdog:
                 return
 
     def send_own(self, heart: Heart, now: float, own_end: Message | None) -> None:
-        """This rank's beat, or its last word."""
+        """Sends this rank's heartbeat, with its last message ``own_end`` if there is one."""
         beat = {
             "step": self.step,
             "phase": self.phase,
@@ -228,14 +231,14 @@ class Watchdog:
         heart.send(message)
 
     def name_stragglers(self) -> None:
-        """Rank 0: leaves the event of each slow rank for the main thread."""
+        """On rank 0, queues an event for each slow rank, which the main thread logs."""
         figures = {rank: state.beat["own"] for rank, state in self.seen.items() if state.beat.get("own") is not None}
         for slow in self.stragglers.find(figures, self.step) if self.mesh.rank == 0 else []:
             row = {"event": "straggler", "rank": slow.rank, "place": self.places[slow.rank]}
             self.news.append({**row, "ratio": slow.ratio, "own_seconds": slow.seconds})
 
     def take(self, rank: int, message: Message | None, now: float) -> None:
-        """Notes what a rank said."""
+        """Records a message from a rank; None means that its connection has ended."""
         state = self.seen[rank]
         state.heard = now
         if message is None:
@@ -259,16 +262,16 @@ class Watchdog:
             self.end_by(Verdict(**message["verdict"]))
 
     def apply_own_limit(self, now: float) -> None:
-        """Another rank than 0, itself beyond its limit: measures rank 0's silence by that.
+        """On a rank other than 0 that is itself beyond its limit: judges rank 0's silence by this rank's limit.
 
-        Rank 0's last word may be from a slow phase, whose limit is many times a step's.
+        Rank 0's last message may be from a slow phase, whose limit is many times that of a step.
         """
         first, limit = self.seen[0], self.limit()
         if self.mesh.rank != 0 and self.age(now) > limit and now - first.heard > limit:
             first.beat = {"age": 0.0, **first.beat, "limit": limit, "key": self.limit_key()}
 
     def restart_clocks(self, now: float) -> None:
-        """After this process itself was stopped for a while: counts every rank's silence from now on."""
+        """Counts every rank's silence and age from now on, after this process itself was stopped for a while."""
         self.since = now
         for state in self.seen.values():
             state.heard = now
@@ -280,14 +283,14 @@ class Watchdog:
         return self.phase != STEP or self.steps_done == 0
 
     def age(self, now: float) -> float:
-        """Seconds since the main thread came here; in slow phases, since it last began to communicate."""
+        """Seconds since the main thread's last ``beat``, or in slow phases its last begun communication, if later."""
         if self.is_slow() and self.waits.begun != self.begun:
             self.since = now
         self.begun = self.waits.begun
         return now - self.since
 
     def limit(self) -> float:
-        """Seconds that the phase may take."""
+        """The time limit of the present phase, in seconds."""
         if self.is_slow():
             return SLOW_FACTOR * max(self.timeout, self.step_timeout or 0.0)
         if self.step_timeout is not None:
@@ -295,14 +298,14 @@ class Watchdog:
         return max(0.9 * self.timeout, LONGEST_FACTOR * self.longest * self.batches.size_at(self.step))
 
     def limit_key(self) -> str:
-        """The config's key that sets the limit."""
+        """The config key that sets the limit."""
         is_own = self.step_timeout is not None and not self.is_slow()
         return "train.step_timeout_seconds" if is_own else "train.timeout_seconds"
 
     # The end.
 
     def own_report(self) -> Report:
-        """What this rank is doing now."""
+        """The report of what this rank is doing now."""
         return Report(
             rank=self.mesh.rank,
             step=self.step,
@@ -316,7 +319,7 @@ class Watchdog:
         )
 
     def write_report(self, verdict: Verdict) -> Report:
-        """Writes this rank's stacks to its log."""
+        """Writes the verdict and this rank's stacks to its log; returns the rank's report."""
         report = self.own_report()
         waiting = describe_wait(report.waits) if report.waits is not None else "in no communication"
         place = f"{self.places[self.mesh.rank]}, process {os.getpid()} on {socket.gethostname()}"
@@ -326,14 +329,18 @@ class Watchdog:
         return report
 
     def write_flight_record(self, verdict: Verdict) -> None:
-        """Where communication has come to a stop: keeps what torch has recorded of it, for ``torchfrtrace``."""
+        """Saves torch's record of recent communications for ``torchfrtrace``, where communication has stopped."""
         if verdict.kind in ("hang", "cut"):
             with contextlib.suppress(Exception):  # whatever becomes of it, the ranks must end
                 if record := flight_record():
                     (self.log_path.parent / f"{FLIGHT_RECORD}{self.mesh.rank}").write_bytes(record)
 
     def end(self, verdict: Verdict, heart: Heart) -> None:
-        """Rank 0: tells all, collects what they did, names the culprit and ends. Others: rank 0 itself is at fault."""
+        """Ends the job by the verdict, and this process.
+
+        Rank 0 tells all ranks, collects their reports and names the rank at fault. Another rank comes here only where
+        rank 0 itself is at fault, and ends with the verdict alone.
+        """
         if verdict.kind == "gone" and has_launcher():
             time.sleep(LAUNCHER_SECONDS)
         if self.mesh.rank == 0:
@@ -352,7 +359,7 @@ class Watchdog:
         self.leave(verdict.exit_code)
 
     def end_by(self, verdict: Verdict) -> None:
-        """On a rank other than 0: writes its stacks, sends them to rank 0, and ends once rank 0 has told the user."""
+        """On another rank than 0: writes its stacks, sends its report to rank 0, and ends once rank 0 has told the user."""
         heart = self.heart
         assert heart is not None
         report = self.write_report(verdict)
@@ -365,7 +372,7 @@ class Watchdog:
         self.leave(verdict.exit_code)
 
     def collect_reports(self, heart: Heart) -> None:
-        """Waits until every rank that can has said what it does."""
+        """Waits for the reports of all ranks that still send messages."""
         while True:
             now = time.monotonic()
             heard = [rank for rank, state in self.seen.items() if now - state.heard < self.report_seconds]
@@ -376,13 +383,13 @@ class Watchdog:
                     self.take(rank, message, now)
 
     def record(self, verdict: Verdict, culprit: int | None, message: str) -> None:
-        """The event in metrics.jsonl and W&B, given a bounded time."""
+        """Logs the event "ranks_ended" to metrics.jsonl and W&B and closes them, within TELL_SECONDS."""
         row: dict[str, Any] = {"step": self.step, "event": "ranks_ended", "kind": verdict.kind, "message": message}
         if culprit is not None:
             row |= {"rank": culprit, "place": self.places[culprit]}
 
         def write() -> None:
-            with contextlib.suppress(Exception):  # whatever a reader of rows says, the ranks must end
+            with contextlib.suppress(Exception):  # whatever a watcher raises, the ranks must end
                 self.watchers.event(row)
             with contextlib.suppress(Exception):
                 self.watchers.close(exit_code=1)
@@ -392,14 +399,17 @@ class Watchdog:
         writer.join(TELL_SECONDS)
 
     def tell(self, message: str, exit_code: int) -> None:
-        """To the user: by the launcher where there is one."""
+        """Prints the message to the user, through the launcher where there is one."""
         if has_launcher():
             tell_launcher(message, exit_code)
         else:
             tell(message)
 
     def leave(self, exit_code: int) -> None:
-        """Ends this process; the one whose exception it was is left to raise it."""
+        """Ends this process at once, or after LAUNCHER_SECONDS where its own exception ended the job.
+
+        The main thread raises that exception within this time.
+        """
         self.close_log()
         if self.is_raising or (self.own_end is not None and "failed" in self.own_end):
             self.over.set()
@@ -407,14 +417,14 @@ class Watchdog:
         os._exit(exit_code)
 
     def write(self, text: str) -> None:
-        """Adds to this rank's log. A full disk keeps nobody from naming the culprit and ending."""
+        """Appends to this rank's log. Errors of a full disk are ignored, so that the job is still judged and ended."""
         if self.log is not None and not self.log.closed:
             with contextlib.suppress(OSError):
                 self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
                 self.log.flush()
 
     def close_log(self) -> None:
-        """Closes the log; one in which nothing stands is removed."""
+        """Closes the log, and removes it if it is empty."""
         if self.log is not None:
             with contextlib.suppress(OSError):  # a full disk has no room for what still waits
                 self.log.close()
@@ -424,9 +434,9 @@ class Watchdog:
 
 
 def nccl_seconds(config: RunConfig) -> int:
-    """What a collective of NCCL's may take: longer than the watchdog lets any phase but long steps.
+    """The timeout of NCCL's collectives in seconds: longer than this watchdog lets any phase take but long steps.
 
-    NCCL's own watchdog ends a process by SIGABRT, before anybody has said which rank was late.
+    NCCL's own watchdog ends a process by SIGABRT, before the rank at fault is named.
     """
     train = config.train
     return (SLOW_FACTOR + 1) * max(train.timeout_seconds, train.step_timeout_seconds or 0)

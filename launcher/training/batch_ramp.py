@@ -45,7 +45,7 @@ class Batches:
         return self.samples[number] + (steps - self.steps[number]) * self.sizes[number]
 
     def steps_for(self, samples: float) -> float:
-        """The number of updates, counted from the first, that take so many sequences; not whole for a partial last one."""
+        """The number of updates that take so many sequences from the first one on, with a part of the last."""
         number = bisect_right(self.samples, samples) - 1
         return self.steps[number] + (samples - self.samples[number]) / self.sizes[number]
 

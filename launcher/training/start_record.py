@@ -18,7 +18,7 @@ from parallel.processes.environment import number
 
 
 def start_record(config: RunConfig, mesh: Mesh, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The fields of the event ``start``, the same keys under every launcher; {} on ranks other than 0. All ranks call it.
+    """The fields of the event ``start``, the same keys under every launcher; {} except on rank 0. All ranks call it.
 
     ``nodes`` is Slurm's short form (n[1-4]) in a job step, elsewhere the ranks' host names.
     """

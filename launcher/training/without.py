@@ -47,7 +47,7 @@ def expected_hash(run_path: Path, checkpoint: Checkpoint) -> str:
 
 
 def check_list(config: RunConfig, expected: str, where: str) -> None:
-    """Raises UserError where the hash of data.without is not ``expected``; the message names ``where``, which has it."""
+    """Raises UserError where the hash of data.without is not ``expected``, that of the checkpoint at ``where``."""
     try:
         found = hash_of_file(config.data.without)
     except DataError as error:
