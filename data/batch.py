@@ -1,4 +1,4 @@
-"""What the data package hands to a training step: windows of tokens, and what follows from where documents begin.
+"""A batch of samples for a training step: windows of tokens, and arrays derived from where documents begin.
 
 Shape letters: B samples of the batch, S positions of a sample, W = S + 1 tokens of a window, F fragments (a document's
 part in a sample), L parts that are left out.
@@ -12,7 +12,7 @@ import numpy as np
 
 IGNORED = -100  # a target that does not count; torch's cross_entropy ignores it by default
 PADDING = -1  # the document number of a position that holds no token
-NOTHING = np.empty((3, 0), np.int64)  # no parts of documents; shared, and nobody can write into it
+NOTHING = np.empty((3, 0), np.int64)  # no parts of documents; shared, and so made read-only
 NOTHING.flags.writeable = False
 
 FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -22,32 +22,31 @@ FindFragments = Callable[[], tuple[np.ndarray, np.ndarray]]
 class Batch:
     """Packed samples as numpy arrays, all of shape [B, S].
 
-    Each array is made when it is first asked for, from the windows and the documents' boundaries, and kept: a reader
-    who wants tokens alone pays for tokens alone, and one who wants the windows for none. Writing into one array changes
-    no other.
+    Each array is computed from the windows and the documents' boundaries when it is first accessed, and cached, so
+    unused arrays cost nothing. Writing into one array changes no other.
 
     A position whose target is ``IGNORED`` but whose document is not ``PADDING`` is a real token (the last of its
-    document, or of its shard): it is routed and attended to, it only predicts nothing. The tokens of documents that
-    are left out are padding, wherever they lie; the other documents keep their numbers.
+    document, or of its shard): it is routed and attended to, but predicts nothing. Tokens of documents that are left
+    out are padding, wherever they lie; the other documents keep their numbers.
     """
 
-    # the ids as the token file's type has them, with the one after the last position; 0 past the window's length
+    # token ids in the token file's type, including the one after the last position; 0 past the window's length
     window_BW: np.ndarray
     length_B: np.ndarray  # int64: how many tokens of each window are real, at least 2
     # (row_F, offset_F): each fragment's window and its first token in it, sorted by both; the first of a window is at 0
     find_fragments: FindFragments
-    # int64 [3, L]: window, first token, the one after the last, of parts of documents that are padding instead
+    # int64 [3, L]: window, first token and end of each part of a document that counts as padding
     left_out_L: np.ndarray = field(default_factory=lambda: NOTHING)
     is_target_BW: np.ndarray | None = None  # bool: whether predicting each token of a window counts; None: each does
     _room: np.ndarray | None = field(default=None, init=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(samples, positions of each)."""
+        """(number of samples B, positions of each S)."""
         return self.window_BW.shape[0], self.window_BW.shape[1] - 1
 
     def _part_of_room(self, number: int) -> np.ndarray:
-        """int64 [B, S], not yet filled: where tokens (0), targets (1) or, under a mask, next tokens (2) will lie.
+        """int64 [B, S], uninitialized: memory for tokens (0), targets (1) or, with a mask, next tokens (2).
 
         They are cut from one allocation: freeing two of a megabyte each makes the C library return their pages to the
         system, and fetching them again cost more than filling them (539 us against 124 us at 64 x 2048 tokens,
@@ -68,11 +67,11 @@ class Batch:
 
     @cached_property
     def targets_BS(self) -> np.ndarray:
-        """int64: the next token of the same document; IGNORED where there is none, or where it is no target."""
+        """int64: the next token of the same document; IGNORED where there is none, or where it is not a target."""
         targets_BS = self._part_of_room(1)
         if self.is_target_BW is None:
             return self._fill_next(targets_BS)
-        # By arithmetic: choosing costs a wrong guess of the processor at every second token where a mask is ragged.
+        # By arithmetic: a choice by np.where costs a branch misprediction at every second token of a ragged mask.
         next_BS = self.next_BS
         assert next_BS is not None
         np.subtract(next_BS, IGNORED, out=targets_BS)
@@ -84,7 +83,7 @@ class Batch:
     def next_BS(self) -> np.ndarray | None:
         """int64: the next token of the same document, target or not; IGNORED where there is none.
 
-        None where every such token is a target: then these are the targets.
+        None where every such token is a target: ``targets_BS`` holds the same numbers then.
         """
         return self._fill_next(self._part_of_room(2)) if self.is_target_BW is not None else None
 
@@ -110,13 +109,13 @@ class Batch:
 
     @property
     def has_padding(self) -> bool:
-        """Whether any position holds no token; told by the lengths, so no array is looked through."""
+        """Whether any position holds no token; found from the lengths and left-out parts, without computing arrays."""
         seq_len = self.shape[1]
         return bool((self.length_B < seq_len).any() or (self.left_out_L[1] < seq_len).any())
 
     @cached_property
     def is_padding_BS(self) -> np.ndarray | None:
-        """bool: whether a position holds no token; None where none is padding."""
+        """bool: whether a position holds no token; None where every position holds one."""
         if not self.has_padding:
             return None
         is_padding_BS = np.zeros(self.shape, bool)
@@ -128,9 +127,9 @@ class Batch:
 
     @property
     def boundaries(self) -> np.ndarray:
-        """int32: where documents begin among the B * S positions, and their number; found from the fragments alone.
+        """int32: where documents begin among the B * S positions, ascending, followed by B * S itself.
 
-        Each stretch of padding within a row counts as a document.
+        It is found from the fragments alone. Each stretch of padding within a row counts as a document.
         """
         row_F, offset_F, start_F = self.fragments
         seq_len = self.shape[1]
@@ -149,13 +148,13 @@ class Batch:
 
     @cached_property
     def fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(row_F, offset_F, start_F): the last counts through the flat batch."""
+        """(row_F, offset_F, start_F): each fragment's window and first token, and its place in the flattened batch."""
         row_F, offset_F = self.find_fragments()
         return row_F, offset_F, row_F * self.shape[1] + offset_F
 
     @cached_property
     def _short_rows(self) -> np.ndarray:
-        """The samples that have padding, or whose last target does not count."""
+        """The samples with padding at their end, or without a token after the last position."""
         return np.flatnonzero(self.length_B <= self.shape[1])
 
     @cached_property
@@ -163,7 +162,7 @@ class Batch:
         """(positions_BS, documents_BS), int32: the distance from each fragment's start, and its number in the sample.
 
         A document that begins with a window's last token, which is only a target, starts where the next row does, and
-        is left with no length.
+        so gets no position.
         """
         row_F, offset_F, start_F = self.fragments
         ramp = _ramp(self.shape[0] * self.shape[1])
@@ -183,5 +182,5 @@ class Batch:
 
 @lru_cache(maxsize=4)
 def _ramp(n: int) -> np.ndarray:
-    """0, 1, ... n - 1; int32. Kept, for a run asks for one or two sizes only; not to be written to."""
+    """0, 1, ... n - 1; int32. Cached, since a run needs one or two sizes only: do not write into it."""
     return np.arange(n, dtype=np.int32)

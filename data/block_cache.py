@@ -1,11 +1,11 @@
 """A folder of bounded size with blocks of remote files, shared by all processes of a machine.
 
-    CACHE/bound.json                  {"bytes": n}: what the blocks may take, as the last opened config says
+    CACHE/bound.json                  {"bytes": n}: what the blocks may take, by the last config that opened it
     CACHE/blocks/OBJECT/00000012      a block's bytes and their xxh3 (8 bytes); written whole or not at all
     CACHE/locks/                      one process fetches a block while others wait; one makes room at a time
 
-A block is read through its own open file, so that one which is evicted meanwhile is read to its end. What was used the
-longest ago is evicted before a new block is written: the bound is never passed.
+A block is read through its own open file, so that one which is evicted meanwhile is still read to its end. The least
+recently used blocks are evicted before a new block is written, so the bound is never exceeded.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from data.partial import partial_suffix, written_whole
 
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 8
-STRIPES = 64  # locks for blocks of one number modulo this
-KEPT_SHARE = 0.9  # of the bound, that is left when room is made: looking through the folder must not be done each time
+STRIPES = 64  # blocks with equal numbers modulo this share a lock
+KEPT_SHARE = 0.9  # eviction frees space down to this share of the bound, so that not every block lists the folder
 ATTEMPTS = 100  # to read a block that is evicted again and again before it can be opened
 
 
@@ -40,7 +40,10 @@ class BlockCache:
         self.bound = read_bound(root)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of the file. Raises what ``fetch`` raises, DataError where the disk has no room."""
+        """The bytes [start, stop) of the file, fetching blocks that are missing.
+
+        Raises what ``fetch`` raises, and DataError where the disk has no room.
+        """
         parts = []
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             first = block * BLOCK_BYTES
@@ -48,11 +51,11 @@ class BlockCache:
         return b"".join(parts)
 
     def holds(self, block: int) -> bool:
-        """Whether a block is here."""
+        """Whether a block is in the cache."""
         return self._path(block).exists()
 
     def fetch(self, block: int) -> None:
-        """Fetches a block that is not here; waits where another thread or process does so already."""
+        """Fetches a block that is not in the cache; waits where another thread or process is fetching it."""
         with locked(self._locks / f"block-{block % STRIPES}-{self.folder.name}"):
             if self.holds(block):
                 return
@@ -65,7 +68,7 @@ class BlockCache:
             try:
                 with self._path(block).open("rb") as file:
                     with contextlib.suppress(FileNotFoundError):
-                        os.utime(self._path(block))  # used now; a clock set back makes eviction less apt, no more
+                        os.utime(self._path(block))  # used now; a clock set back only makes eviction choose worse
                     if block in self._sound:
                         file.seek(begin)
                         return file.read(end - begin)
@@ -98,7 +101,7 @@ class BlockCache:
 
 
 def make_room(root: Path, bound: int, n_bytes: int) -> None:
-    """Evicts blocks until ``n_bytes`` more are within the bound, and counts them. The caller has the lock on room."""
+    """Evicts blocks until ``n_bytes`` more fit within the bound, and counts these. The caller holds the lock "room"."""
     counter = root / "blocks" / "bytes"
     try:
         used = int(counter.read_text())
@@ -116,7 +119,7 @@ def make_room(root: Path, bound: int, n_bytes: int) -> None:
 
 
 def _blocks(root: Path) -> Iterator[tuple[int, int, Path]]:
-    """(when it was used last, bytes, path) of each block."""
+    """(time of last use in ns, bytes, path) of each block."""
     for path in (root / "blocks").glob("*/*"):
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
@@ -124,7 +127,7 @@ def _blocks(root: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def write_bound(root: Path, n_bytes: int) -> None:
-    """Records what the blocks of a cache may take. Raises DataError where its folder cannot be written to."""
+    """Records the bytes that a cache's blocks may take. Raises DataError where its folder cannot be written to."""
     path = root / "bound.json"
     with _telling(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -134,7 +137,7 @@ def write_bound(root: Path, n_bytes: int) -> None:
 
 
 def read_bound(root: Path) -> int:
-    """What the blocks may take; 0 where nothing is recorded."""
+    """The bytes that the blocks may take; 0 where nothing is recorded."""
     try:
         return int(json.loads((root / "bound.json").read_text())["bytes"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -143,7 +146,7 @@ def read_bound(root: Path) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Within it, no other thread or process holds the same lock. The system ends that of a process that dies."""
+    """A context in which no other thread or process holds the same lock. A process that dies releases its locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -152,7 +155,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling(root: Path) -> Iterator[None]:
-    """Makes what the disk of the cache does not do a DataError that names the folder."""
+    """A context that turns an OSError of the cache's disk into a DataError that names the folder."""
     try:
         yield
     except OSError as error:

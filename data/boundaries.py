@@ -1,4 +1,4 @@
-"""Where documents begin within windows of tokens, found from the token files' indices alone.
+"""Finding where documents begin within windows of tokens, from the token files' indices alone.
 
 Shape letters: B windows, F fragments (the parts of documents that they hold).
 """
@@ -21,21 +21,21 @@ MANY_WINDOWS = 64
 
 
 class Boundaries:
-    """The document starts of several token files."""
+    """The document starts of several token files, searched in memory, or in the mapped files where they are many."""
 
     def __init__(self, files: Sequence[TokenFile], max_in_memory: int = MAX_DOCUMENTS_IN_MEMORY) -> None:
         self._files = files
-        self._base = np.cumsum([0, *(file.n_tokens for file in files)])  # of each file, were they all laid end to end
+        self._base = np.cumsum([0, *(file.n_tokens for file in files)])  # each file's first token among all
         self._starts: np.ndarray | None = None
         if files and sum(file.n_sequences + file.n_documents for file in files) <= 2 * max_in_memory:
             bases = self._base[:-1].tolist()
             self._starts = np.concatenate([b + file.all_starts() for b, file in zip(bases, files, strict=True)])
 
     def finder(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> FindFragments:
-        """What gives ``find``'s answer when it is called.
+        """A function that returns ``find``'s answer for these windows.
 
-        Starts in memory were checked when the files were opened, so they are searched then; mapped files are searched
-        now, so that an index that contradicts itself is told with a DataError by whoever reads the windows.
+        Starts in memory were checked when the files were opened, so they are searched when the function is called.
+        Mapped files are searched now, so that an index that contradicts itself raises DataError here.
         """
         find = partial(self.find, file_B, start_B, length_B)
         if self._starts is not None:

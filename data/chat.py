@@ -1,7 +1,7 @@
-"""Records that hold a chat, or a prompt with its completion, as the text of one document.
+"""Records that hold a chat, or a prompt with its completion, turned into the text of one document.
 
-That text is JSON of what the template is given, so that all that preparation does with documents (dealing them to the
-splits, counting them) it does with chats, too. ``said`` is what people and models say in it.
+That text is JSON of the template's arguments, so that preparation can treat chats like other documents (assign them to
+splits, count them). ``said`` extracts the messages' contents from it.
 """
 
 import json
@@ -18,9 +18,9 @@ Messages = list[dict[str, Any]]
 
 
 def chat_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally) -> str | None:
-    """The record's chat; "" where it holds no message, None where it is bad, which ``tally`` names and counts.
+    """The record's chat as JSON; "" where it holds no message, None where it is bad, which ``tally`` counts.
 
-    ``path`` is the file, ``key`` names the source in errors.
+    ``path`` is the record's file and ``key`` names the source, both for errors.
     """
     assert source.chat is not None
     fields = _fields(record, source.chat)
@@ -38,10 +38,10 @@ def chat_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally
 
 
 def record_of_columns(record: dict[str, Any]) -> dict[str, Any]:
-    """A record that was read from columns, whose values have no null fields at any depth.
+    """A record read from columns, without the null fields within its values, at any depth.
 
-    Columns give each call the arguments of all records' calls, and each tool their parameters, as nulls. The record's
-    own fields stay, null or not.
+    A columnar format adds to each tool call, as nulls, the arguments of all other records' calls, and likewise for
+    tools' parameters. The record's own fields stay, null or not.
     """
 
     def without_nulls(value: Any) -> Any:
@@ -53,7 +53,7 @@ def record_of_columns(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def said(chat: str) -> str:
-    """What is said in a chat that ``chat_of`` made, a line for each message: what a tokenizer is trained on."""
+    """The contents of the messages of a chat that ``chat_of`` made, joined by line ends, to train a tokenizer on."""
     fields = json.loads(chat)
     parts = [fields.get(name) or [] for name in ("messages", "prompt", "completion")]
     return "\n".join(
@@ -64,7 +64,7 @@ def said(chat: str) -> str:
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every text that a template may write of ``value``, a chat's fields or a part of them: names, too."""
+    """Every string within ``value``, a chat's fields or a part of them, names included: what a template may write."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -76,7 +76,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 def no_chat(chat: ChatConfig | None, names: list[str], path: str, key: str) -> DataError:
-    """The refusal of records or columns, which have these ``names``, among which is neither messages nor completion."""
+    """The refusal of a record or columns with these ``names``, which lack both the messages and the completion."""
     there = ", ".join(map(str, names[:20])) or "no named fields"
     assert chat is not None
     found = f"{key}.chat.messages_key={chat.messages_key!r} and .completion_key={chat.completion_key!r}"
@@ -85,7 +85,7 @@ def no_chat(chat: ChatConfig | None, names: list[str], path: str, key: str) -> D
 
 
 def _fields(record: Any, chat: ChatConfig) -> dict[str, Any] | None:
-    """What of a record the template is given; None where it has neither messages nor a completion."""
+    """The fields of a record that the template is given; None where it has neither messages nor a completion."""
     if not isinstance(record, dict):
         return None
     tools = {"tools": record["tools"]} if record.get("tools") else {}
@@ -99,7 +99,7 @@ def _fields(record: Any, chat: ChatConfig) -> dict[str, Any] | None:
 
 
 def _without_nulls(messages: Any) -> Any:
-    """Messages without fields of their own that are null: a field that is not there reads alike in every template."""
+    """The messages without their null fields: templates differ in how they treat null, but not in a missing field."""
     if not isinstance(messages, list):
         return messages
     return [
@@ -109,7 +109,7 @@ def _without_nulls(messages: Any) -> Any:
 
 
 def _what_is_wrong(fields: dict[str, Any], chat: ChatConfig) -> str | None:
-    """The rule that a record breaks as a chat; None where it breaks none."""
+    """The rule on chats that a record breaks; None where it breaks none."""
     try:
         json.dumps(fields)
     except (TypeError, ValueError):

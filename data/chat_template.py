@@ -1,9 +1,10 @@
-"""A chat written as text by a template, and which characters of it the assistant says.
+"""Chats written as text by a template, with the characters that are the assistant's.
 
-Templates are jinja, and may be anyone's: `transformers` renders them in jinja's sandbox. Where a template marks what
-the assistant says ({% generation %}), its marks count. Elsewhere a chat is rendered message by message: the rendering
-of n + 1 messages must begin as that of the first n, and what an assistant's message adds, after the prompt for it, is
-what it says. A template that goes back on what it wrote is refused: nothing would say which tokens are targets.
+Templates are jinja and may be untrusted: `transformers` renders them in jinja's sandbox. Where a template marks the
+assistant's text ({% generation %}), its marks count. Otherwise a chat is rendered message by message: the rendering
+of n + 1 messages must begin with that of the first n, and what an assistant's message adds, after the generation
+prompt, is its text. A template that renders earlier messages otherwise once more follow is refused, since it would not
+be known which tokens are targets.
 """
 
 import json
@@ -17,27 +18,27 @@ from data.config import ChatConfig
 from data.errors import reason_of
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Some templates write today's date: that of a document must not depend on the day of its preparation. They take the
-# first where it is given; the second is no function, so a template that asks for the clock all the same is refused.
+# Some templates write today's date, but a document must not depend on the day of its preparation. They use date_string
+# where it is given; strftime_now is no function here, so a template that reads the clock all the same is refused.
 NO_CLOCK = {"date_string": "26 Jul 2024", "strftime_now": ""}
 Span = tuple[int, int]  # characters, half-open
 
 
 class UnstableTemplate(Exception):
-    """The template renders some messages otherwise when more follow; one line."""
+    """Raised where the template renders some messages otherwise when more follow; the message is one line."""
 
 
 class UnusableChat(Exception):
-    """The template does not render this chat; one line."""
+    """Raised where the template does not render this chat; the message is one line."""
 
 
 class BrokenTemplate(Exception):
-    """The template is none; one line."""
+    """Raised where the template cannot be parsed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as text, and the characters of it that the assistant says. ``exact``: the template itself marks them."""
+    """A chat as text, and the ranges of its characters that are targets. ``exact``: not found message by message."""
 
     text: str
     spans: list[Span]
@@ -45,7 +46,7 @@ class Rendered:
 
 
 def template_of(chat: ChatConfig, tokenizer: Path) -> str | None:
-    """The template: the config's own, or that in the tokenizer's folder; None where neither has one."""
+    """The template's text: the config's own, or that in the tokenizer's folder; None where neither has one."""
     if chat.template is not None:
         return chat.template
     try:
@@ -69,7 +70,10 @@ class ChatTemplate:
         self.is_marked = MARKED.search(text) is not None
 
     def render(self, fields: dict[str, Any], targets: str) -> Rendered:
-        """The chat of ``data.chat.chat_of``'s fields. Raises UnstableTemplate, BrokenTemplate or UnusableChat."""
+        """The chat with the fields that ``data.chat.chat_of`` made, as text; ``targets`` is "assistant" or "all".
+
+        Raises UnstableTemplate, BrokenTemplate or UnusableChat.
+        """
         if isinstance(fields.get("completion"), str):
             prompt, completion = fields["prompt"], fields["completion"]
             text = prompt + completion

@@ -1,8 +1,8 @@
-"""Tokenizes a shard of chats: each document's ids, and which of them are targets.
+"""Tokenizing a shard of chats: each chat's token ids, and which of them are targets.
 
 A chat is written as text by its template and tokenized whole, as `transformers` does. A token is a target where it
-holds a character that the assistant says. Special tokens of the template are themselves, so a message that spells one
-out is bad, in whatever field of it: it would end a turn that goes on.
+holds a character of the assistant's text. Special tokens that the template writes become these tokens. A message that
+spells one out, in any of its fields, is therefore bad: it would end a turn early.
 """
 
 import json
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 CHATS_AT_ONCE = 64  # tokenized together
-SHOWN_CHARACTERS = 40  # of a chat, in a message that names it
+SHOWN_CHARACTERS = 40  # of a chat, or of a template, in an error message
 MARKS = "give data.sources' chat.template one that marks the assistant's text: {% generation %} ... {% endgeneration %}"
 
 
 def tokenize_chats(
     task: ShardTask, report: Report, stopped: Callable[[], bool], tally: Tally
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
-    """Each chat's hash, token ids with the end of text, and which of them are targets (None: all), in order.
+    """(hash of the text, token ids with the end of text, which of them are targets or None for all) of each chat.
 
-    Raises DataError where the template goes back on what it wrote, or more chats than may be are bad; StoppedError
-    where ``stopped()``.
+    Raises DataError where the template changes earlier messages once more follow, or where too many chats are bad, and
+    StoppedError where ``stopped()`` is true.
     """
     maker = ChatTokens(task)
     documents = read_documents(task.source, task.shard, task.key, tally)
@@ -56,10 +56,10 @@ def tokenize_chats(
 
 
 class ChatTokens:
-    """What a shard's chats are tokenized with."""
+    """The template and the tokenizer with which a shard's chats are tokenized."""
 
     def __init__(self, task: ShardTask) -> None:
-        """Raises DataError where there is no template, or it is none."""
+        """Raises DataError where the tokenizer's folder cannot be loaded."""
         assert task.source.chat is not None
         self.task, self.chat = task, task.source.chat
         text = template_of(self.chat, task.tokenizer)
@@ -71,7 +71,10 @@ class ChatTokens:
         self.special = {number: token.content for number, token in added.items() if token.special}
 
     def render(self, chat: str, number: int, tally: Tally) -> Rendered | None:
-        """The chat as text; None where it is bad, which ``tally`` counts. ``number``: its record's in the shard."""
+        """The chat as text; None where it is bad, which ``tally`` counts. ``number`` is its record's in the shard.
+
+        Raises DataError where there is no template, or it is broken or unstable.
+        """
         fields = json.loads(hash_text(chat)[1])
         if not self.has_template and not isinstance(fields.get("completion"), str):
             raise no_template(self.task.key)
@@ -93,14 +96,14 @@ class ChatTokens:
             raise refuse(found, "so which tokens are targets is not known", MARKS) from None
 
     def encode(self, texts: list[str]) -> "list[Encoding]":
-        """The texts' tokens, special ones as such."""
+        """The texts' tokens; special tokens that a text spells out become these tokens."""
         with making_tokens(self.task.name_of_text):
             return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def targets(self, rendered: Rendered, encoding: "Encoding") -> tuple[np.ndarray, np.ndarray]:
-        """(ids, is_target) with the end of text, and BOS by data.add_bos, where the template has not written them.
+        """(ids, is_target) of a chat; end of text, and BOS by data.add_bos, are added where the template wrote none.
 
-        The end that is added is a target where the token before it is one; BOS is none.
+        An added end of text is a target where the token before it is one; an added BOS is none.
         """
         ids = np.array(encoding.ids, np.int64)
         first_T, stop_T = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -118,7 +121,7 @@ class ChatTokens:
         return ids, is_target
 
     def _n_after_end(self, text: str, inside: np.ndarray, encoding: "Encoding") -> int:
-        """How many of a message's last tokens are white space after the special token that ends it."""
+        """The number of a message's last tokens that are white space after the special token that ends it."""
         for n, token in enumerate(reversed(inside.tolist())):
             if encoding.ids[token] in self.special:
                 return n
@@ -136,7 +139,7 @@ class ChatTokens:
 
 
 def fast_with_offsets(task: ShardTask) -> "Tokenizer":
-    """The task's tokenizer: special tokens in a text are such, and offsets name all characters of a token."""
+    """The task's tokenizer, set to recognize special tokens in texts and to report the offsets of all characters."""
     from tokenizers import processors
 
     try:
@@ -150,7 +153,7 @@ def fast_with_offsets(task: ShardTask) -> "Tokenizer":
 
 
 def broken_template(task: ShardTask, chat: ChatConfig, why: str) -> DataError:
-    """The refusal of a template that cannot be parsed, the config's or the tokenizer's."""
+    """The refusal of a template, the config's or the tokenizer's, that cannot be parsed."""
     if chat.template is None:
         found = f"{task.key}.chat.template=null: that of {task.tokenizer}"
         return refuse(found, why, "mend it there, or give the text of another one")

@@ -1,4 +1,4 @@
-"""Documents from a column of text: parquet files by row group, Arrow files whole. ``pyarrow`` does the reading."""
+"""Reading documents from columns of parquet files, by row group, and of Arrow files, whole, with ``pyarrow``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from data.tally import Tally
 if TYPE_CHECKING:
     import pyarrow
 
-ROWS_AT_ONCE = 64  # so that a page of equal values, stored once, is not made into many copies of it at a time
-FILE_MAGIC = b"ARROW1"  # begins Arrow's file format; its stream format, which `datasets` writes, has no name
+ROWS_AT_ONCE = 64  # few, so that a page of equal values, stored once, is not expanded into many copies at a time
+FILE_MAGIC = b"ARROW1"  # begins Arrow's file format; its stream format, which `datasets` writes, has no magic
 
 
 def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
-    """Each document of a row group, and the part of the rows that have been read after it.
+    """(document, fraction of the rows read so far) of each row of a row group.
 
-    "" where it is null, None where it is bad.
+    The document is "" where it is null, and None where it is bad.
     """
     import pyarrow.parquet
 
@@ -41,9 +41,9 @@ def read_parquet(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> 
 
 
 def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
-    """Each document of an Arrow file, stream or file format, and the part read after it: 0.
+    """(document, 0.0) of each row of an Arrow file in the stream or the file format.
 
-    "" where it is null, None where it is bad.
+    The document is "" where it is null, and None where it is bad. The fraction read so far is not known, so it is 0.
     """
     import pyarrow.ipc
 
@@ -66,9 +66,9 @@ def read_arrow(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> It
 
 
 def check_structure(batch: "pyarrow.RecordBatch") -> None:
-    """Raises pyarrow's error where a batch's offsets lead outside the file, which would be read all the same.
+    """Raises pyarrow's error where a batch's offsets lead outside the file: pyarrow would read there all the same.
 
-    Text that is not UTF-8 passes: its row is bad, and is named when it is read.
+    Text that is not UTF-8 passes, and is reported with its row when it is read.
     """
     import pyarrow
 
@@ -80,7 +80,7 @@ def check_structure(batch: "pyarrow.RecordBatch") -> None:
 
 
 def _of_bytes(kind: "pyarrow.DataType") -> "pyarrow.DataType":
-    """The type with bytes in the place of text, which lie in the same buffers."""
+    """The type with bytes instead of text, at any depth; both have the same buffers."""
     import pyarrow
     from pyarrow import types
 
@@ -99,9 +99,9 @@ def _of_bytes(kind: "pyarrow.DataType") -> "pyarrow.DataType":
 
 
 def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: str) -> list[str]:
-    """The columns to read. Raises DataError where they are not there, or where that of text holds none.
+    """The columns to read. Raises DataError where they are missing, or where the text column does not hold text.
 
-    Of chats, one with the messages or the completion must be there.
+    For chats, the column with the messages or that with the completion must exist.
     """
     if source.chat is None:
         check_column(schema, source, path, key)
@@ -116,7 +116,7 @@ def columns_of(schema: "pyarrow.Schema", source: SourceConfig, path: str, key: s
 def documents_of(
     rows: "pyarrow.RecordBatch", source: SourceConfig, path: str, first_row: int, key: str, tally: Tally
 ) -> Iterator[str | None]:
-    """The document of each row: its text, or its chat; see ``texts_of``."""
+    """The text or chat of each row; "" where it is null or empty, None where it is bad, which ``tally`` counts."""
     if source.chat is None:
         yield from texts_of(rows.column(0), path, first_row, tally)
         return
@@ -146,7 +146,7 @@ def check_column(schema: "pyarrow.Schema", source: SourceConfig, path: str, key:
 
 
 def no_text_key(names: list[str], source: SourceConfig, path: str, key: str) -> DataError:
-    """The refusal of records or columns, which have these ``names``, among which text_key is not."""
+    """The refusal of a record or columns with these ``names``, which lack text_key."""
     there = ", ".join(map(str, names[:20])) or "no named fields"
     found = f"{key}.text_key={source.text_key!r}"
     return refuse(
@@ -155,7 +155,7 @@ def no_text_key(names: list[str], source: SourceConfig, path: str, key: str) -> 
 
 
 def texts_of(column: Any, path: str, first_row: int, tally: Tally) -> Iterator[str | None]:
-    """The column's texts, "" for nulls, None for one that is not UTF-8, which ``tally`` names by its row (from 0)."""
+    """The column's texts; "" for nulls, None for one that is not UTF-8, which ``tally`` counts by its row (from 0)."""
     try:
         texts = column.to_pylist()
     except UnicodeDecodeError:
@@ -174,7 +174,7 @@ def _text_at(column: Any, number: int, path: str, row: int, tally: Tally) -> str
 
 @contextmanager
 def refusing(path: str, form: str) -> Iterator[None]:
-    """Makes what pyarrow raises for a broken file a DataError with the file's name."""
+    """A context that turns pyarrow's errors for a broken file into a DataError that names the file."""
     import pyarrow
 
     try:

@@ -1,9 +1,9 @@
-"""A dataset: sample number in, packed batch out. The same numbers give the same batch on every rank and layout.
+"""A dataset: sample numbers in, a batch out. The same numbers give the same batch on every rank and layout.
 
 A source is a list of token files. Its samples are windows of seq_len + 1 tokens at stride seq_len within one file, so
-each token but a file's first is predicted once an epoch; or they are made of the pieces of documents that a packing
-names (data/packing.py). Training samples come in a mixture of the sources, each
-source in a new permutation every epoch (data/shuffle.py); held-out samples come in plain order.
+each token but a file's first is predicted once an epoch; with packing, they are made of pieces of documents
+(data/packing.py). Training samples come in a mixture of the sources, each source in a new permutation every epoch
+(data/shuffle.py); held-out samples come in file order.
 
 Shape letters: B samples, S positions (seq_len), P pieces (the ranges of tokens that samples are made of), F fragments
 (a document's part in a sample).
@@ -36,13 +36,13 @@ from data.tokenfile import TokenFile
 from data.tokenizer import PREPARE
 from data.without import LeftOutParts, Listed, find_listed, read_list
 
-# Places in the training order that are worked out at once, and kept: a step asks for its samples several times over, to
-# count them and then micro-batch by micro-batch, and for 64 samples numpy's calls cost more than their work.
+# Places in the training order that are computed at once and cached: a step asks for its samples several times, to
+# count them and then micro-batch by micro-batch, and for 64 samples the overhead of numpy's calls dominates.
 BLOCK = 4096
 
 
 class Dataset:
-    """Samples by number. ``n_samples`` is one pass over everything; training goes on past it into further epochs."""
+    """Samples by number. ``n_samples`` is one pass over all sources; training continues past it into further epochs."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Dataset:
         config: DataConfig | None = None,
         fim: FillInTheMiddle | None = None,
     ) -> None:
-        """``config`` says how the training order is dealt to the sources; None: by their weights, without end.
+        """``config`` gives the stages and epoch limits of the mixture; None mixes by the sources' weights, endlessly.
 
-        ``fim``: documents' parts are rearranged so; those of files with a mask of targets are not.
+        ``fim`` rearranges parts of documents (fill in the middle), except in files with a mask of targets.
         """
         self.seq_len, self.seed, self.vocab_size, self.shuffled = seq_len, seed, vocab_size, shuffled
         sources = tuple(sources)
@@ -94,13 +94,13 @@ class Dataset:
 
     @property
     def source_samples(self) -> list[int]:
-        """The samples in one epoch of each source, in the order of the config."""
+        """The number of samples in one epoch of each source, in the order of the config."""
         return [int(count) for count in np.diff(self._source_bounds)]
 
     def leave_out(self, listed: Sequence[Listed], key: str) -> None:
-        """From now on the tokens of these documents are padding, where they lie; ``key`` is where they were named.
+        """Makes the tokens of these documents padding from now on; ``key`` is the config key that named them.
 
-        The order of the samples stays as it is. Raises DataError where the dataset has no such document.
+        The order of the samples does not change. Raises DataError where the dataset has no such document.
         """
         self._left_out = LeftOutParts(self._files, find_listed(self.document_names, listed, key))
         self._measure.cache_clear()
@@ -108,21 +108,22 @@ class Dataset:
 
     @property
     def left_out(self) -> LeftOutParts:
-        """The documents that are left out, and where."""
+        """The documents that are left out, and where their tokens lie."""
         return self._left_out
 
     def ranges(self, n_sequences: int) -> dict[str, tuple[int, int]]:
-        """For each source (first, n): where its samples begin in plain order, and of how many the first are asked for.
+        """Source name -> (number of its first sample in file order, number of samples to take from there).
 
-        ``n_sequences`` is the most of one source.
+        The latter is at most ``n_sequences``.
         """
         bounds = zip(self._source_bounds.tolist(), self.source_samples, strict=False)
         return {name: (first, min(n, n_sequences)) for name, (first, n) in zip(self.names, bounds, strict=True)}
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The samples of these numbers, in this order.
+        """The batch of the samples with these numbers, in this order.
 
-        Raises DataError where a foreign file holds an id that the vocabulary lacks, or its index contradicts itself.
+        Raises DataError where a token file not prepared here holds an id outside the vocabulary, or where an index
+        contradicts itself.
         """
         file_B, start_B, length_B = self._locate(indices)
         pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
@@ -145,7 +146,7 @@ class Dataset:
         return Batch(window_BW, length_B, finder, left_out_L, is_target_BW)
 
     def _rearrange(self, window_BW: np.ndarray, fim: FillInTheMiddle, indices: np.ndarray) -> np.ndarray:
-        """The windows of these samples with the middle of some documents' parts last."""
+        """The windows of these samples, with the middle of some documents' parts moved to their end."""
         if max(fim.ids) > np.iinfo(window_BW.dtype).max:
             window_BW = window_BW.astype(np.int32)
         for row, offset, cut, stop in self._cuts(fim, indices):
@@ -154,11 +155,11 @@ class Dataset:
         return window_BW
 
     def cuts(self, indices: np.ndarray) -> list[tuple[int, int, Cut]]:
-        """(row, offset in it, cut) of each document's part of these samples that is rearranged."""
+        """(row, offset in the row, cut) of each part of a document that is rearranged in these samples."""
         return [each[:3] for each in self._cuts(self.fim, indices)] if self.fim is not None else []
 
     def _cuts(self, fim: FillInTheMiddle, indices: np.ndarray) -> Iterator[tuple[int, int, Cut, int]]:
-        """As ``cuts``, and the token after the part, counted from the file's start."""
+        """(row, offset in the row, cut, token of the file after the part) of each rearranged part."""
         file_B, start_B, length_B = self._locate(indices)
         if self._packings:
             pieces = pieces_of(self._packings, file_B, start_B)
@@ -178,12 +179,10 @@ class Dataset:
                 yield row, offset, cut, stop
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
-        """(targets that count in the loss, input tokens that are not padding) of these samples, reading no tokens.
+        """(targets that count in the loss, input tokens that are not padding) of these samples, without reading tokens.
 
-        Where a source has a mask, its bits are read.
-
-        Of the last two lots of samples that were asked for, the lengths of the documents' parts are remembered: asking
-        again, here or in ``count_further``, searches nothing.
+        Where a source has a mask of targets, its bits are read. The lengths of documents' parts are cached for the last
+        two requests, so that calling it or ``count_further`` again for the same samples searches nothing.
         """
         length_F, n_tokens = self._measure(_as_key(indices))
         if self.masks.any:
@@ -191,9 +190,9 @@ class Dataset:
         return int((length_F - 1).sum()), n_tokens
 
     def count_further(self, indices: np.ndarray, depth: int) -> list[int]:
-        """For each depth k from 1: the tokens of these samples that k others of their document precede but one.
+        """For each depth k from 1: the number of targets where the token k + 1 places ahead is predicted.
 
-        So many targets count where the token k + 1 places ahead is predicted; at depth 0 they would be ``count``'s.
+        Such a target has at least k + 1 tokens before it in its document's part; at depth 0 ``count`` has their number.
         """
         if self.masks.any:
             counts = self._count_masked(_as_key(indices))
@@ -202,10 +201,10 @@ class Dataset:
         return [int(np.maximum(length_F - 1 - k, 0).sum()) for k in range(1, depth + 1)]
 
     def documents(self, indices: np.ndarray) -> list[dict[str, Any]]:
-        """Where the samples' input tokens come from. Searches the index; for messages, not for every step.
+        """Where the samples' input tokens come from: one entry a sample, or one a piece where documents are packed.
 
-        ``file`` is a token file's prefix; in it lie the documents from ``first`` to ``last``, numbered from 0. One for
-        each sample, and where documents are packed one for each piece.
+        ``file`` is a token file's prefix, ``first`` and ``last`` are its first and last document, numbered from 0. This
+        searches the index, and is meant for messages rather than for every step.
         """
         row_F, file_F, first_F, stop_F, _ = self.fragments(indices)
         found: list[dict[str, Any]] = []
@@ -222,7 +221,7 @@ class Dataset:
 
     @property
     def files(self) -> list[TokenFile]:
-        """All token files, source by source; ``windows`` numbers them so."""
+        """All token files, source by source; other methods number them in this order."""
         return self._files
 
     @property
@@ -232,10 +231,10 @@ class Dataset:
 
     @property
     def packed(self) -> dict[str, float] | None:
-        """What packing made of the documents, in shares of the whole; None where they are laid end to end.
+        """The effect of packing on the documents, as shares; None where they are laid end to end.
 
-        ``padding``: of the positions. ``cut``: of the documents of two tokens or more, those that no sample holds all
-        of. ``left_out``: of the tokens, those of documents of one.
+        ``padding`` is the share of positions without a token, ``cut`` that of documents (of two tokens or more) that no
+        sample holds whole, and ``left_out`` that of tokens in documents of a single token.
         """
         n_tokens = int(self._file_tokens.sum())
         return shares_of(self._packings, self.seq_len, n_tokens) if self._packings else None
@@ -243,8 +242,8 @@ class Dataset:
     def fragments(self, indices: np.ndarray) -> tuple[np.ndarray, ...]:
         """(row_F, file_F, first_F, stop_F, offset_F), int64: the documents' parts that are inputs of these samples.
 
-        The tokens [first, stop) of a file lie in one document, and begin at ``offset`` in the sample's row. Sorted by
-        row and offset. Raises DataError where a file's index contradicts itself.
+        The tokens [first, stop) of a file lie in one document, and begin at ``offset`` in the sample's row. They are
+        sorted by row and offset. Raises DataError where a file's index contradicts itself.
         """
         file_B, start_B, length_B = self._locate(indices)
         if self._packings:
@@ -261,10 +260,10 @@ class Dataset:
         return tuple(each[is_input_F] for each in (row_F, file_B[row_F], first_F, stop_F, offset_F))
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [4, B]: what tells samples apart: file, first token, number of tokens, and a packing's mark.
+        """int64 [4, B]: the identity of each sample: file, first token, number of tokens, and a mark.
 
-        Of seq_len + 1 tokens the last is only a target; a sample that has fewer ends with the file, or is packed. The
-        mark is a hash of a packed sample's pieces and of what is rearranged, and else 0.
+        Of seq_len + 1 tokens the last is only a target; a sample with fewer ends with the file, or is packed. The mark
+        is a hash of a packed sample's pieces and of rearranged parts; 0 for other samples.
         """
         file_B, start_B, length_B = self._locate(indices)
         mark_B = np.zeros(len(file_B), np.int64)
@@ -276,11 +275,11 @@ class Dataset:
         return np.stack([file_B, start_B, length_B, mark_B])
 
     def numbers_of(self, file: int, first: int, stop: int, consumed: int) -> list[tuple[int, int, int]]:
-        """The samples before ``consumed`` that are given tokens of [first, stop) of this file, in the training order.
+        """(number, first, stop) of each sample before ``consumed`` that has tokens of [first, stop) of the file.
 
-        Of each its number in that order, and which of these tokens it is given: the first, and the one after the last.
-        A sample's last token, which is only a target, is none that it is given. The order backwards, in closed form:
-        its cost is that of the samples found, whatever lies between them; a packing is looked through once.
+        Number is the sample's in the training order, by which they are sorted; first and stop bound those of the tokens
+        that are its inputs. A sample's last token, which is only a target, does not count. The training order is
+        inverted in closed form, so the cost grows with the samples found only; a packing is searched once.
         """
         source = self.file_sources[file]
         base, n_samples = int(self._source_bounds[source]), self._source_samples[source]
@@ -297,7 +296,7 @@ class Dataset:
         return sorted(found)
 
     def _samples_with(self, file: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each sample of the file, numbered in it, that is given tokens of [first, stop); which ones it is given."""
+        """(number in the file, first, stop) of the samples whose inputs hold tokens of [first, stop): arrays."""
         if self._packings:
             return samples_with(self._packings[file], self.seq_len, first, stop)
         sample_W = np.arange(first // self.seq_len, -(-stop // self.seq_len) if first < stop else 0)
@@ -306,11 +305,11 @@ class Dataset:
         return sample_W, np.maximum(start_W, first), np.minimum(start_W + self.seq_len, stop)
 
     def progress(self, consumed: int, skipped: Sequence[tuple[int, int]] = ()) -> dict[str, float]:
-        """How far the training order is in each source, for the metrics, after the first ``consumed`` samples of it.
+        """Metrics of the progress in each source after the first ``consumed`` samples of the training order.
 
-        ``data/NAME/share``: of the samples taken, those left out in the half-open ranges ``skipped`` not counted.
-        ``data/NAME/epoch``: passes over the source so far, with what was left out. ``data/stage``: where there are
-        several, the stage, from 1, of the last sample. A closed form: microseconds.
+        ``data/NAME/share`` is the source's share of the samples taken, without the half-open ranges ``skipped``;
+        ``data/NAME/epoch`` the passes over the source so far, including those; ``data/stage`` the stage, from 1, of the
+        last sample, if there are several. It takes microseconds.
         """
         passed = self.stages.given(consumed)[: len(self.names)]
         taken = list(passed)
@@ -325,10 +324,10 @@ class Dataset:
         return row
 
     def _fragment_lengths(self, samples: bytes) -> tuple[np.ndarray, int]:
-        """(length_F, tokens that are not padding) of samples whose int64 numbers are these bytes.
+        """(length_F, tokens that are not padding) of the samples whose int64 numbers are these bytes.
 
-        ``length_F``: the tokens of each part of a document in each window, of which all but the first are targets.
-        Documents that are left out have no part in either.
+        ``length_F`` is the number of tokens of each document's part in each window; all but a part's first token are
+        targets. Neither counts documents that are left out.
         """
         file_B, start_B, length_B = self._locate(np.frombuffer(samples, np.int64))
         pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
@@ -347,7 +346,7 @@ class Dataset:
         return (end_F - offset_F)[stays_F], n_tokens - n_left_out
 
     def _targets_by_distance(self, samples: bytes) -> np.ndarray:
-        """``count_ahead`` of samples whose int64 numbers are these bytes, without documents that are left out."""
+        """``count_ahead`` of the samples whose int64 numbers are these bytes, without documents that are left out."""
         indices, width = np.frombuffer(samples, np.int64), self.seq_len + 1
         counts = np.zeros(1, np.int64)
         for first in range(0, len(indices), ROWS_AT_ONCE):
@@ -361,9 +360,9 @@ class Dataset:
         return counts
 
     def parts_left_out(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [3, L]: the sample's place among these, the first token in it and the one after the last.
+        """int64 [3, L]: the sample's place among these, the first token in it and the end, of each left-out part.
 
-        Of each part of a document that is left out, sorted by sample and token.
+        They are sorted by sample and token.
         """
         file_B, start_B, length_B = self._locate(indices)
         pieces = pieces_of(self._packings, file_B, start_B) if self._packings else None
@@ -372,7 +371,7 @@ class Dataset:
     def _parts_left_out(
         self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray, pieces: Pieces | None
     ) -> np.ndarray:
-        """``parts_left_out`` of samples that are located; ``pieces`` are theirs where documents are packed."""
+        """``parts_left_out`` of samples given by file, start and length, or by their ``pieces`` if packed."""
         if pieces is None:
             return self._left_out.within(file_B, start_B, length_B)
         piece_L, first_L, stop_L = self._left_out.within(pieces.file_P, pieces.start_P, pieces.length_P)
@@ -382,8 +381,8 @@ class Dataset:
     def _copy_windows(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """The samples' tokens, [B, S + 1], in the files' own type; zeros past a window's length.
 
-        Copied as narrow as they lie there, and made wide once for all of them. In one gather where all lie in one file:
-        3 us against 5 for 8 windows of 2049 tokens, 21 against 43 for 64 (2026-11-23, Intel Xeon with AMX).
+        Windows that all lie in one file are copied in one gather: 3 us against 5 for 8 windows of 2049 tokens, 21
+        against 43 for 64 (2026-11-23, Intel Xeon with AMX).
         """
         if self._has_large_file:
             for file, start, length in zip(file_B.tolist(), start_B.tolist(), length_B.tolist(), strict=True):
@@ -402,15 +401,15 @@ class Dataset:
         return window_BW
 
     def _all_windows(self, file: int) -> np.ndarray:
-        """A view of a file that has every window of seq_len + 1 tokens as a row."""
+        """A view of a file in which row t is the window of seq_len + 1 tokens that begins at token t."""
         tokens = self._tokens[file]
         windows = (len(tokens) - self.seq_len, self.seq_len + 1)
         return np.ndarray(windows, tokens.dtype, tokens, strides=(tokens.itemsize, tokens.itemsize))
 
     def _locate(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [3, B]: each sample's file, the token in it that the sample begins with, and the tokens it reads.
+        """int64 [3, B]: each sample's file, its first token there, and its number of tokens.
 
-        Of packed samples the second is the sample's number in the file.
+        For packed samples the second is the sample's number in the file.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if not self.shuffled or not len(indices):
@@ -428,7 +427,7 @@ class Dataset:
         return self._place(self._shuffle.samples(indices))
 
     def _placed_block(self, block: int) -> np.ndarray:
-        """As ``_locate``, for all samples of a block, which ends where the order does; nobody may write into it."""
+        """``_locate``'s answer, read-only, for all places of a block of the training order, up to the order's end."""
         stop = (block + 1) * BLOCK
         stop = stop if self.stages.end is None else min(stop, self.stages.end)
         placed = self._place(self._shuffle.samples(np.arange(block * BLOCK, stop)))
@@ -436,7 +435,7 @@ class Dataset:
         return placed
 
     def _place(self, sample_B: np.ndarray) -> np.ndarray:
-        """As ``_locate``, for samples as they are numbered through all sources."""
+        """``_locate``'s answer for samples by their numbers in file order, through all sources."""
         if len(sample_B) and (sample_B.min() < 0 or sample_B.max() >= self.n_samples):
             raise IndexError(f"samples are numbered from 0 to {self.n_samples - 1}")
         file_B = np.searchsorted(self._first_sample, sample_B, side="right") - 1
@@ -457,16 +456,16 @@ class Dataset:
 
 
 def _as_key(indices: np.ndarray) -> bytes:
-    """Sample numbers as what a cache can look up."""
+    """Sample numbers as bytes, the key of a cache."""
     return np.ascontiguousarray(indices, dtype=np.int64).tobytes()
 
 
 def open_dataset(config: DataConfig, *, seed: int, vocab_size: int, split: Split) -> Dataset:
-    """The dataset of a split: "train" is shuffled and endless, "heldout" is in plain order and has a last sample.
+    """The dataset of a split: "train" is shuffled and goes on for many epochs, "heldout" is one pass in file order.
 
-    Held-out text is data.heldout_path if that is set, else the held-out parts of the raw sources. From training, the
-    documents that data.without lists are left out. Cheap enough for every rank: it reads manifests and maps files.
-    Raises DataError where data is missing, damaged or does not fit.
+    Held-out text is data.heldout_path if that is set, else the held-out parts of the raw sources. The training split
+    leaves out the documents that data.without lists. Every rank may call it: it only reads manifests and maps files.
+    Raises DataError where data is missing, damaged or does not fit the config.
     """
     prepared = locate(config, vocab_size)
     if prepared is None:

@@ -1,6 +1,6 @@
-"""What documents are called: SOURCE/FILE:NUMBER.
+"""The names of documents, SOURCE/FILE:NUMBER.
 
-The source's name in metrics, the token file's name in it, and the document's number in the file, from 0.
+SOURCE is the source's name in metrics, FILE the token file's name, and NUMBER the document's in the file, from 0.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ class DocumentNames:
         return f"{self.of_file(file)}:{document}"
 
     def find(self, name: str, key: str) -> Place:
-        """The document of this name, whole; PREFIX:NUMBER, by a token file's path, will do as well.
+        """The whole document with this name, or with the name PREFIX:NUMBER where PREFIX is a token file's path.
 
-        ``key`` is what the user gave the name as. Raises DataError where there is none.
+        ``key`` is the option or key by which the user gave the name. Raises DataError where there is no such document.
         """
         of_file, colon, number = name.rpartition(":")
         files = [

@@ -29,11 +29,12 @@ LOOKED_AT = 1 << 16  # bytes of a file, to tell whether it is text
 def read_documents(
     source: SourceConfig, shard: Shard, key: str, tally: Tally | None = None
 ) -> Iterator[tuple[str, float]]:
-    """Each document of the shard, with the bytes of input it stands for (they add up to the shard's ``n_bytes``).
+    """(text, bytes of input) of each document of the shard; the bytes add up to the shard's ``n_bytes``.
 
-    Empty documents are left out, and so are records that cannot be read, up to the source's ``max_bad_share``; all are
-    counted in ``tally``. ``key`` names the source in errors. Raises DataError where the input cannot be read, or more
-    of its records than that are not UTF-8, not JSON or without ``text_key``.
+    Empty documents are left out, and so are records that cannot be read; ``tally`` counts all. An empty text may
+    account for the rest of a slice's bytes. ``key`` names the source in errors. Raises DataError where the input cannot
+    be read, or where a larger share of records than the source's ``max_bad_share`` is not UTF-8, not JSON or without
+    ``text_key``.
     """
     tally = tally if tally is not None else Tally(source.max_bad_share)
     for piece in shard:
@@ -54,9 +55,9 @@ def read_documents(
 
 
 def files_to_read(source: SourceConfig, key: str) -> list[InputFile]:
-    """The files of a source of text, none of a dataset that is streamed. ``key`` names the source in errors.
+    """The files of a source of text; empty for a dataset that is streamed. ``key`` names the source in errors.
 
-    Raises DataError where there are none, where one is no text, and where the source is token files or a URL.
+    Raises DataError where nothing matches, where a file is not text, and where the source is token files.
     """
     if not is_raw(source):
         rule = "must be text, and is token files, or a URL of such"
@@ -69,7 +70,7 @@ def files_to_read(source: SourceConfig, key: str) -> list[InputFile]:
 def check_text(files: Sequence[InputFile], key: str) -> None:
     """Raises DataError where files that are read as text begin like something else: a picture, UTF-16, Latin-1.
 
-    No text in UTF-8 needs a NUL byte, and nearly everything else has one soon.
+    Text in UTF-8 has no use for NUL bytes, and nearly all other files have one near their beginning.
     """
     texts = [file.path for file in files if file.kind == "text"]
     wrong = {path: rule for path in texts if (rule := _why_not_text(path)) is not None}
@@ -86,7 +87,7 @@ def check_text(files: Sequence[InputFile], key: str) -> None:
 
 
 def _why_not_text(path: str) -> str | None:
-    """The rule that a file's beginning breaks as text; None where it breaks none."""
+    """The rule broken by a file that does not begin as text does; None where it does."""
     try:
         with open(path, "rb") as file:
             data = file.read(LOOKED_AT)
@@ -103,13 +104,13 @@ def _why_not_text(path: str) -> str | None:
 
 
 def _not_utf8(error: UnicodeDecodeError, start: int) -> str:
-    """The rule that is broken by text that begins at byte ``start``."""
+    """The rule broken by text that is not UTF-8; the text begins at byte ``start`` of its file."""
     byte = error.object[error.start]
     return f"is not UTF-8: byte {start + error.start} is 0x{byte:02x} (Latin-1 or the like)"
 
 
 def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> Iterator[tuple[str | None, float]]:
-    """Each document of a slice, None for a bad one, and how many of the slice's bytes have been read after it."""
+    """(text, bytes of the slice read so far) of each document of a slice; the text is None for a bad one."""
     try:
         match piece.kind:
             case "text":
@@ -136,7 +137,7 @@ def _read_slice(source: SourceConfig, piece: Slice, key: str, tally: Tally) -> I
 
 
 def _read_cleaned(piece: Slice, tally: Tally) -> Iterator[tuple[str, float]]:
-    """What cleaning has kept of a shard; what it has dropped is counted when all of that has come."""
+    """(text, bytes read so far) of each text that cleaning kept; the dropped ones are counted at the end."""
     path, n_bytes = Path(piece.path), 0
     for text in read_kept(path):
         n_bytes += len(text.encode())
@@ -146,7 +147,7 @@ def _read_cleaned(piece: Slice, tally: Tally) -> Iterator[tuple[str, float]]:
 
 
 def _read_text(piece: Slice) -> str:
-    """The file, or those of its lines that begin in the slice."""
+    """The whole file's text, or the lines that begin in the slice."""
     if piece.whole:
         with open(piece.path, "rb") as file:
             data, start = file.read(), 0
@@ -175,7 +176,7 @@ def _read_records(source: SourceConfig, piece: Slice, key: str, tally: Tally) ->
 
 
 def _bad_line(piece: Slice, start: int, why: str) -> DataError:
-    """The refusal of a line; reads the file up to it, to number it."""
+    """The refusal of a line. It reads the file up to the line to find the line's number."""
     return refuse(f"{piece.path}: line {line_number(piece, start)} (from byte {start} on)", why, MEND)
 
 
@@ -190,7 +191,7 @@ def _why_not_json(error: Exception, start: int) -> str:
 
 
 def _text_of(record: Any, source: SourceConfig, path: str, key: str, tally: Tally) -> str | None:
-    """The record's document; "" where it is null, None where there is none."""
+    """The record's text or chat; "" where it is null, None where the record is bad, which ``tally`` counts."""
     if source.chat is not None:
         return chat_of(record, source, path, key, tally)
     if not isinstance(record, dict) or source.text_key not in record:

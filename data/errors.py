@@ -1,8 +1,8 @@
-"""What a user did wrong with the data, in words a user can act on."""
+"""Errors about the data: a user's mistakes, each with a remedy, and objects that a store does not deliver."""
 
 
 class DataError(Exception):
-    """A problem that the user can mend: ``str(error)`` is one line for each problem, ready to print.
+    """Problems that the user can fix: ``str(error)`` is one line for each problem, ready to print.
 
     Each line names what was found (a key with its value, or a file), the rule it breaks and the remedy.
     """
@@ -12,16 +12,19 @@ class DataError(Exception):
         self.problems = list(problems)
 
     def __reduce__(self) -> tuple[type["DataError"], tuple[str, ...]]:
-        """Pickles with its lines apart: a worker process sends its error to its parent this way."""
+        """Pickles the separate lines, so that a worker process can send its error to its parent."""
         return DataError, tuple(self.problems)
 
 
 class UnreadObject(OSError):
-    """An object at a URL that its store does not give; the message is a line, which names it. A later try may do."""
+    """Raised where a store does not deliver an object at a URL; the message is one line that names the object.
+
+    A later attempt may succeed.
+    """
 
 
 def reason_of(error: Exception) -> str:
-    """A library's error in one line of at most 200 characters, to stand in ours."""
+    """A library's error message in one line of at most 200 characters, to be quoted in Roundtable's own message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 

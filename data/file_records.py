@@ -1,4 +1,4 @@
-"""What tells a run's token files from others, without reading them whole: 10 TB cost what their list costs."""
+"""Records that identify a run's token files without reading them whole, so that 10 TB cost no more than their list."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ OTHER_RUN = "or train on the new ones in another run (another name, or `roundtab
 
 @dataclass(frozen=True)
 class Recorded:
-    """The token files of one key of the config, by their names in ``folder``."""
+    """The records of the token files of one config key, by the files' names in ``folder``."""
 
     key: str
     path: str  # the key's value
@@ -28,16 +28,16 @@ class Recorded:
 
 
 def records_of_files(config: DataConfig, prepared: Prepared) -> dict[str, dict[str, Record]]:
-    """For each source and for data.heldout_path, by key: what tells its token files from others, by their names.
+    """Config key -> token file's name -> record that identifies the file, for each source and data.heldout_path.
 
-    Of what was prepared here, as its manifest has it; of other files hashes of samples. Those at URLs are left out:
-    the stores tell of them.
+    The records of files prepared here come from their manifest; those of other files have hashes of samples of them.
+    Files at URLs are left out, since ``data.remote_index`` records what their stores report.
     """
     return {each.key: each.files for each in _recorded(config, prepared)}
 
 
 def check_files(config: DataConfig, prepared: Prepared, before: Mapping[str, Mapping[str, Record]], kept: Path) -> None:
-    """Raises DataError where a token file is not the one that a run began with; ``kept``: where that is recorded."""
+    """Raises DataError where a token file differs from its record ``before``; ``kept`` is the path of the record."""
     for now in _recorded(config, prepared):
         old = before.get(now.key, now.files)
         for name in {**old, **now.files}:
@@ -72,7 +72,7 @@ def _of_samples(prefix: Path) -> Record:
 
 
 def _how(old: Record | None, new: Record | None) -> str:
-    """In what two records of a file differ, in a few words."""
+    """The difference between two records of a file, in a few words."""
     if old is None or new is None:
         return "which had none of this name" if old is None else "it is gone"
     if old.get("bin_bytes") != new.get("bin_bytes"):

@@ -1,7 +1,7 @@
-"""The files that a folder or a glob stands for, each found once, whatever links lead to it.
+"""Finding the files that a folder or a glob stands for, each once, whatever links lead to it.
 
-Links to folders are followed; a loop of links would otherwise give a file a name for each round, and two loops in one
-folder more names than any search could end.
+Links to folders are followed, but each folder is searched once: otherwise a loop of links would give a file a name for
+each round, and two loops in one folder more names than any search could finish.
 """
 
 import glob
@@ -17,24 +17,24 @@ LEAVE_OUT = "remove it, or leave it out with exclude"
 
 
 def find_matching(pattern: str) -> list[str]:
-    """What matches a glob: files, folders, and whatever else bears a matching name.
+    """The paths that match a glob: files, folders and anything else with a matching name.
 
-    ``**`` reaches into folders; hidden names match only parts that begin with a dot. Raises DataError where a folder
-    cannot be read.
+    ``**`` also matches nested folders; hidden names match only parts that begin with a dot. Raises DataError where a
+    folder cannot be read.
     """
     return _search("/" if pattern.startswith("/") else "", [part for part in pattern.split("/") if part])
 
 
 def find_below(folder: str) -> list[str]:
-    """Everything below a folder, but for what is hidden. Raises DataError where a folder cannot be read."""
+    """All paths below a folder except hidden ones. Raises DataError where a folder cannot be read."""
     return _search(folder, [RECURSIVE])
 
 
 def _search(start: str, parts: list[str]) -> list[str]:
-    """What matches ``parts`` within ``start`` ("" is the current folder).
+    """The paths that match ``parts`` within ``start`` ("" is the current folder).
 
-    Each folder is looked into once for each part, and links are followed only after all that is there without them: so
-    the search ends, and a folder is known by its own name rather than a link's.
+    Each folder is searched once for each part, and links are followed only after everything that is reached without
+    them: so the search ends, and a folder is found by its own name rather than a link's.
     """
     found: list[str] = []
     seen: set[tuple[object, int]] = set()
@@ -54,7 +54,7 @@ def _search(start: str, parts: list[str]) -> list[str]:
 def _expand(
     folder: str, parts: list[str], place: int, seen: set[tuple[object, int]]
 ) -> Iterator[tuple[str, int, bool]]:
-    """What parts[place] matches within ``folder``: the path, the next part to be matched within it, whether a link."""
+    """(path, next part to match within it, whether it is a link) of all that parts[place] matches in ``folder``."""
     part, after = parts[place], place + 1
     is_last = after == len(parts)
     if not glob.has_magic(part):
@@ -82,7 +82,7 @@ def _expand(
 
 
 def matches_parts(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a glob finds this file, wherever it is looked for; both as the parts between their slashes."""
+    """Whether a glob matches this file's path, without looking at the disk; both are split at their slashes."""
     if not (path and pattern):
         return not (path or pattern)
     part, rest = pattern[0], pattern[1:]
@@ -94,7 +94,7 @@ def matches_parts(path: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def identity(status: os.stat_result, path: str) -> object:
-    """What is the same for all names of a file or folder."""
+    """A key that is the same for all names of a file or folder: device and inode, or else the real path."""
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
@@ -107,10 +107,10 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def keep_files(paths: Iterable[str], key: str, *, folders_are_wrong: bool = False) -> list[tuple[str, int]]:
-    """The regular files among ``paths``, sorted, each with its size; of several names of one file the first, no link.
+    """(path, bytes) of the regular files among ``paths``, sorted. Of a file's names the first that is no link is kept.
 
-    ``folders_are_wrong``: else they are left out. Raises DataError, with ``key`` naming the source, for a name that
-    leads nowhere, a file that may not be read, and what is neither file nor folder: reading a pipe waits for ever.
+    Folders are left out, or refused where ``folders_are_wrong``. Raises DataError, with ``key`` naming the source, for
+    a broken link, a file that may not be read, and anything else: reading a pipe, for example, could block forever.
     """
     kept: dict[object, tuple[str, int]] = {}
     for path in sorted(set(paths), key=lambda path: (os.path.islink(path), path)):

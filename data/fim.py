@@ -1,9 +1,9 @@
-"""Fill in the middle: documents whose middle comes last, so that a model learns to write it from both sides.
+"""Fill in the middle: moves the middle of documents to their end, so that a model learns to write it from both sides.
 
-Bavarian et al. 2022 (arXiv:2207.14255), section 3, at the level of the context and of tokens: what is rearranged is the
-part of a document that lies in a sample, cut at two places drawn evenly from those between its tokens. The part keeps
-its length: its last three tokens, but for an end of text, give way to the three special tokens. BOS stays the first.
-What is drawn follows from the seed, the document (its file and first token there) and the epoch alone.
+Bavarian et al. 2022 (arXiv:2207.14255), section 3, at the level of the context and of tokens: the part of a document
+that lies in a sample is cut at two places drawn uniformly among those between its tokens, and rearranged. The part
+keeps its length: three special tokens replace its last three, before an end of text if there is one. BOS stays first.
+The draws depend on the seed, the part (its file and first token there) and the epoch alone.
 
 Shape letters: W tokens of a window, F documents' parts in windows.
 """
@@ -22,16 +22,16 @@ from data.prepared import Prepared
 from data.tokenfile import TokenFile
 from data.tokenizer import bos_id_of, load_fast, read_info
 
-PURPOSE = 0xF1113  # sets these draws apart from others with the same seed
+PURPOSE = 0xF1113  # makes these draws independent of others with the same seed
 RANGE = 1 << 64
 N_TOKENS = 3  # prefix, suffix, middle
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One part of a document, in tokens of its file: prefix [text, a), middle [a, b), suffix [b, c), given up [c, d).
+    """The cut of a document's part, in its file's tokens: prefix [text, a), middle [a, b), suffix [b, c), lost [c, d).
 
-    From d on comes the document's end of text, where the part holds it; before ``text`` its BOS, likewise.
+    Before ``text`` lies the document's BOS, and from d on its end of text, if the part holds them.
     """
 
     is_spm: bool
@@ -43,25 +43,25 @@ class Cut:
     d: int
 
     def rearranged(self, part_W: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-        """The part's tokens in their new order; as many. ``ids`` are the tokens before prefix, suffix and middle."""
+        """The same number of tokens, rearranged. ``ids`` are the tokens before prefix, suffix and middle."""
         places = np.array([self.text, self.a, self.b, self.c, self.d])
         begin, prefix, middle, suffix, _, end = np.split(part_W, places - self.first)
         before_prefix, before_suffix, before_middle = (np.array([each], part_W.dtype) for each in ids)
-        if self.is_spm:  # the variant that shares its form with the other where the prefix is empty (section 3.2)
+        if self.is_spm:  # the paper's variant whose form equals that of PSM where the prefix is empty (section 3.2)
             parts = (before_prefix, before_suffix, suffix, before_middle, prefix, middle)
         else:
             parts = (before_prefix, prefix, before_suffix, suffix, before_middle, middle)
         return np.concatenate((begin, *parts, end))
 
     def row(self) -> dict[str, Any]:
-        """As `data show --json` has it."""
+        """The cut as `roundtable data show --json` prints it."""
         ranges = {"prefix": [self.text, self.a], "middle": [self.a, self.b], "suffix": [self.b, self.c]}
         return {"order": "spm" if self.is_spm else "psm", **ranges, "given_up": [self.c, self.d]}
 
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """What a run's config says of it."""
+    """A run's settings of fill in the middle, which decide about each document's part."""
 
     rate: float
     spm_share: float
@@ -71,9 +71,9 @@ class FillInTheMiddle:
     bos_id: int | None = None  # by data.add_bos
 
     def cut(self, file: TokenFile, number: int, first: int, stop: int, epoch: int) -> Cut | None:
-        """How the tokens [first, stop) of the file, a part of a document, are rearranged; None where they stay.
+        """The cut of a document's part, the tokens [first, stop) of the file; None where the part is not rearranged.
 
-        ``number`` is the file's among the run's. A part of fewer than four tokens, but for BOS and EOS, stays.
+        ``number`` is the file's among the run's. A part of fewer than four tokens, not counting BOS and EOS, is not.
         """
         key = np.array([PURPOSE, self.seed, number, first, epoch], np.int64).tobytes()
         chosen, order, *places = (xxhash.xxh3_64_intdigest(key, seed=draw) for draw in range(4))
@@ -91,7 +91,7 @@ class FillInTheMiddle:
 
 
 def fill_in_the_middle(config: DataConfig, seed: int, prepared: Prepared, vocab_size: int) -> FillInTheMiddle | None:
-    """The config's; None where data.fim_rate is 0. Raises DataError where the tokenizer lacks one of its tokens."""
+    """The config's settings; None where data.fim_rate is 0. Raises DataError where the tokenizer lacks a token."""
     if not config.fim_rate:
         return None
     ids = fim_ids(config, prepared.tokenizer, vocab_size)

@@ -1,11 +1,12 @@
-"""Where a piece of text lies in token files: which tokens of which documents spell it.
+"""Finding a piece of text in token files: the tokens of the documents that spell it.
 
-A tokenizer cuts a word at the piece's ends otherwise than inside a document, where the word may go on. So the tokens of
-the words in between are looked for, as bytes of the .bin, and what is found there counts once the document's own tokens
-spell the piece. A piece of fewer than three words has none in between: each document is spelled out and searched.
+A tokenizer splits the words at the piece's ends otherwise than inside a document, where a word may continue. So the
+tokens of the words in between are searched for, as bytes of the .bin, and a find counts if the document's own tokens
+there spell the piece. A piece of fewer than three words has none in between: every document is then decoded and
+searched.
 
-A special token is no text, unless the piece spells it out: then it may lie there as text, or as the token that a chat
-template has written. The one that ends a document is none in any case.
+A special token counts as no text, unless the piece spells it out: then it may be there as text, or as the token that a
+chat template wrote. The token that ends a document never counts.
 """
 
 import re
@@ -23,17 +24,17 @@ from data.tokenizer import making_tokens
 from data.tokenizer_files import check_files
 
 MOST_PLACES = 1000
-CHUNK_TOKENS = 1 << 24  # of a .bin, looked through at once
-SPELLED_TOKENS = 1 << 13  # of a document, spelled out at once
-NO_TEXT = "\ud800"  # no document spells it
-TOKENS_AROUND = 64  # beyond as many as the piece has bytes, on each side of a find
+CHUNK_TOKENS = 1 << 24  # tokens of a .bin searched at once
+SPELLED_TOKENS = 1 << 13  # tokens of a document decoded at once
+NO_TEXT = "\ud800"  # a lone surrogate, which no document contains
+TOKENS_AROUND = 64  # decoded on each side of a find, in addition to as many as the piece has bytes
 
 
 class Speller:
-    """A tokenizer's text of tokens, and tokens of text, as they are looked for in ``piece``."""
+    """Decodes tokens into text, and the words of ``piece`` into tokens, for the search."""
 
     def __init__(self, folder: Path, piece: str) -> None:
-        """Raises DataError where the folder's tokenizer cannot serve."""
+        """Raises DataError where the folder's tokenizer cannot be used."""
         from tokenizers import Tokenizer
 
         check_files(folder, str(folder))
@@ -48,15 +49,15 @@ class Speller:
         self._hidden = np.array([number for number in self.special if added[number].content not in piece], np.int64)
 
     def spell(self, tokens_N: np.ndarray) -> str:
-        """The text of these tokens. In the place of special ones that the piece does not name stands NO_TEXT."""
+        """The text of these tokens, with NO_TEXT in place of special tokens that the piece does not spell out."""
         parts = np.split(tokens_N, np.flatnonzero(np.isin(tokens_N, self._hidden)))
         texts = [each[1:] if number else each for number, each in enumerate(parts)]
         return NO_TEXT.join(self._tokenizer.decode(each.tolist(), skip_special_tokens=False) for each in texts)
 
     def middles(self) -> list[list[int]]:
-        """The ids of the piece's words but for the first and the last; they do not depend on what surrounds it.
+        """The ids of the piece's words except the first and the last, which do not depend on the text around it.
 
-        Once with special tokens that it names as text, and once as such, where there are any.
+        There is one list with special tokens that it spells out as text, and another with them as tokens, if any.
         """
         words = [match.span() for match in re.finditer(r"\S+", self.piece)]
         if len(words) < 3:
@@ -76,9 +77,10 @@ class Speller:
 
 
 def find_text(dataset: Dataset, tokenizer: Path, piece: str, key: str) -> list[Place]:
-    """Each place in the dataset's files where a document's tokens spell ``piece``, in their order.
+    """Every place in the dataset's files where a document's tokens spell ``piece``, in the files' order.
 
-    ``key`` is what the user gave the piece as. Raises DataError where it is empty, or lies in too many places.
+    ``key`` is the option by which the user gave the piece. Raises DataError where it is empty, or found in more than
+    MOST_PLACES places.
     """
     if not piece.strip():
         raise refuse(f"{key}={piece!r}", "must hold a word", "give a piece of a document")
@@ -97,7 +99,7 @@ def find_text(dataset: Dataset, tokenizer: Path, piece: str, key: str) -> list[P
 
 
 def _everywhere(file: TokenFile, n_around: int) -> Iterator[tuple[int, int, int]]:
-    """(document, first token, the one after the last) of parts of all documents, which overlap by ``n_around``."""
+    """(document, first token, end) of parts of all documents, which overlap by ``n_around`` tokens."""
     for document in range(file.n_documents):
         first, stop = file.document_range(document)
         for part in range(first, stop, SPELLED_TOKENS):
@@ -105,7 +107,7 @@ def _everywhere(file: TokenFile, n_around: int) -> Iterator[tuple[int, int, int]
 
 
 def _near(file: TokenFile, middle: list[int], n_around: int) -> Iterator[tuple[int, int, int]]:
-    """(document, first token, the one after the last) around each find of these ids within one document."""
+    """(document, first token, end) of the surroundings of each place where these ids occur, within its document."""
     if max(middle) > np.iinfo(file.dtype).max:
         return
     wanted = np.array(middle, file.dtype).tobytes()
@@ -122,9 +124,9 @@ def _near(file: TokenFile, middle: list[int], n_around: int) -> Iterator[tuple[i
 
 
 def _spelled(speller: Speller, file: TokenFile, document: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The fewest tokens, as [first, stop), that spell the piece, each time that it occurs within [first, stop).
+    """The shortest range of tokens that spells the piece, for each of its occurrences within [first, stop).
 
-    These lie in the document; its end of text is left out.
+    [first, stop) lies in the document; its end of text is not searched.
     """
     piece, end = speller.piece, file.document_range(document)[1]
     if stop == end and first < stop and int(file.tokens[stop - 1]) in speller.special:
@@ -137,7 +139,7 @@ def _spelled(speller: Speller, file: TokenFile, document: int, first: int, stop:
 
 
 def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number in [low, high] for which ``holds``, which does for all from there on."""
+    """The least number in [low, high] for which ``holds`` is true, given that it is true for all larger ones too."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

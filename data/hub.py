@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached, and datasets streamed from it, or from a local folder."""
+"""The Hugging Face hub: checking that it can be reached, and streaming datasets from it or from a local folder."""
 
 import os
 import threading
@@ -17,19 +17,19 @@ REACH_SECONDS = 5.0  # until the hub counts as out of reach
 
 
 def why_unreachable(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Why the hub does not tell of this model or dataset, in a few words; None where it does. Takes seconds at most.
+    """Why the hub cannot be asked about this model or dataset, in a few words; None where it can.
 
-    To be asked first, since the hub's libraries try again and again, for most of a minute, and print each try.
+    It takes seconds at most. Call it before the hub's libraries, which retry for most of a minute and print each try.
     """
     answer = ["no answer within a few seconds"]
-    asking = threading.Thread(target=_ask, args=(name, kind, answer), daemon=True)  # a lookup of a name has no timeout
+    asking = threading.Thread(target=_ask, args=(name, kind, answer), daemon=True)  # DNS has no timeout
     asking.start()
     asking.join(REACH_SECONDS + 1)
     return answer[-1] or None
 
 
 def _ask(name: str, kind: str, answer: list[str]) -> None:
-    """Appends what went wrong to ``answer``, "" where nothing did."""
+    """Asks the hub and appends to ``answer`` what went wrong; "" if nothing did."""
     from huggingface_hub import HfApi
 
     try:
@@ -40,12 +40,12 @@ def _ask(name: str, kind: str, answer: list[str]) -> None:
 
 
 def count_hub_shards(source: SourceConfig, key: str) -> int:
-    """How many parts the dataset can be read in side by side: its data files."""
+    """The number of parts, its data files, in which the dataset can be read in parallel."""
     return open_hub(source, key).num_shards
 
 
 def hub_records(source: SourceConfig, shard: int, key: str) -> Iterator[dict[str, Any]]:
-    """The records of one of the dataset's shards, in order. Raises DataError where ``datasets`` cannot read on."""
+    """The records of one of the dataset's shards, in order. Raises DataError where ``datasets`` fails to read it."""
     dataset = open_hub(source, key)
     try:
         yield from dataset.shard(num_shards=dataset.num_shards, index=shard)
@@ -58,10 +58,10 @@ def hub_records(source: SourceConfig, shard: int, key: str) -> Iterator[dict[str
 
 
 def corpus_files(source: SourceConfig, key: str) -> list[InputFile]:
-    """The files that a raw source is read from now, of a dataset that is streamed its split's.
+    """The files from which a raw source is read at present; for a dataset that is streamed, those of its split.
 
-    Those on the hub are named with their revision, and count as 0 bytes. Raises DataError as ``input_files`` does, and
-    where ``datasets`` cannot open the dataset.
+    Files on the hub are named with their revision, and count as 0 bytes. Raises DataError where the files cannot be
+    listed or read, and where ``datasets`` cannot open the dataset.
     """
     if reads_files(source):
         return input_files(source, key)
@@ -76,7 +76,7 @@ def corpus_files(source: SourceConfig, key: str) -> list[InputFile]:
 
 
 def is_on_hub(source: SourceConfig) -> bool:
-    """Whether the dataset is asked of the hub, and is no folder here."""
+    """Whether the source is a dataset on the hub, and not in a local folder."""
     name = source.path.removeprefix(HUGGING_FACE)
     return is_hugging_face(source) and not (name.startswith("/") or os.path.isdir(name))
 
@@ -84,13 +84,13 @@ def is_on_hub(source: SourceConfig) -> bool:
 def open_hub(source: SourceConfig, key: str) -> "IterableDataset":
     """The dataset's split as a stream. Raises DataError where ``datasets`` cannot open it.
 
-    No code of a dataset's is run: ``datasets`` refuses loading scripts since version 4.
+    A dataset's own code is never run: ``datasets`` refuses loading scripts since version 4.
     """
     return _open(source, key)[1]
 
 
 def _open(source: SourceConfig, key: str) -> tuple[Any, "IterableDataset"]:
-    """The library's builder of the dataset, and its stream."""
+    """(the library's builder of the dataset, its stream). Raises DataError where ``datasets`` cannot open it."""
     check_no_exclude(source, key)
     name = source.path.removeprefix(HUGGING_FACE)
     is_local = not is_on_hub(source)

@@ -1,4 +1,4 @@
-"""Where documents begin in many windows of one token file, found by numpy for all of them at once.
+"""Finding where documents begin in many windows of one token file, with numpy for all windows at once.
 
 Shape letters: B windows, P looked-up entries of the index, F documents that begin in them.
 """
@@ -7,11 +7,11 @@ import numpy as np
 
 from data.tokenfile import TokenFile
 
-WIDTH = 256  # entries on either side of where a window would lie among sequences of equal lengths
+WIDTH = 256  # entries first searched on either side of a window's place among sequences of equal lengths
 
 
 class Column:
-    """One array of an .idx, which is not aligned: numpy would copy it whole to look up a part."""
+    """Look-ups in one array of an .idx, which is not aligned: numpy itself would copy all of it to look up a part."""
 
     def __init__(self, entries: memoryview) -> None:
         self.dtype = np.dtype(entries.format)
@@ -19,12 +19,12 @@ class Column:
         self._rows = np.frombuffer(entries.cast("B"), np.uint8).reshape(-1, self.dtype.itemsize)
 
     def at(self, places_P: np.ndarray) -> np.ndarray:
-        """The entries at these places; those past the end give the last one's."""
+        """The entries at these places, int64; places past the end give the last entry."""
         rows = self._rows.take(places_P, axis=0, mode="clip")  # a tenth of the time of indexing
         return rows.view(self.dtype)[:, 0].astype(np.int64)
 
     def count_up_to(self, value_B: np.ndarray, guess_B: np.ndarray) -> np.ndarray:
-        """How many of the ascending entries are at most each value; ``guess_B`` is about where it lies."""
+        """The number of entries, which ascend, that are at most each value; ``guess_B`` is the approximate answer."""
         low_B, high_B = np.maximum(guess_B - WIDTH, 0), np.minimum(guess_B + WIDTH, self.size)
         step = WIDTH
         while (wrong_B := (low_B > 0) & (self.at(low_B) > value_B)).any():
@@ -41,9 +41,10 @@ class Column:
 
 
 def find_starts(file: TokenFile, start_B: np.ndarray, stop_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row_F, offset_F): what ``TokenFile.document_starts`` gives for each window, with the window's number, in order.
+    """(row_F, offset_F): the window, and the offset from its start, of each document that begins inside a window.
 
-    Raises DataError as it does.
+    Window b is the tokens [start_B[b], stop_B[b]) of the file; a document at its very first token is not listed.
+    Sorted by window. Raises DataError where the .idx contradicts itself near a window.
     """
     pointers, lengths, indices = (Column(each) for each in file.index_arrays)
     size, n_bytes = file.dtype.itemsize, file.n_tokens * file.dtype.itemsize
@@ -78,9 +79,9 @@ def _with_single(
     start_B: np.ndarray,
     stop_B: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The starts found so far, and those of windows that need a look of their own: contradictions raise there.
+    """The starts found so far, with those of the windows ``single``, each searched by itself, added in order.
 
-    Empty documents begin nothing, so equal starts count once.
+    Contradictions in the .idx raise DataError there. Empty documents begin nothing, so equal starts count once.
     """
     is_new_F = np.append(True, (row_F[1:] != row_F[:-1]) | (offset_F[1:] != offset_F[:-1]))[: len(row_F)]
     rows, offsets = [row_F[is_new_F]], [offset_F[is_new_F]]

@@ -1,4 +1,4 @@
-"""Lines of text and jsonl files, plain and compressed, in bounded memory whatever the file holds."""
+"""Reading the lines of text and jsonl files, plain or compressed, in bounded memory whatever the files hold."""
 
 import gzip
 import io
@@ -12,20 +12,20 @@ from data.errors import DataError, refuse
 from data.shards import Slice
 
 LONGEST_LINE = 1 << 26  # bytes: a document of 64 MiB is a whole library, or a file that is not lines
-# Text shrinks to a fifth, a log to a fiftieth. What shrinks more is no text to train on, or meant to fill memory.
+# Text compresses to a fifth, a log to a fiftieth. What compresses further is not prose, or made to fill memory.
 LARGEST_RATIO = 200
-FREE_BYTES = 1 << 26  # that any file may unpack to, whatever its own size
-FED_BYTES = 2048  # of zstd at once: a block of 4 bytes may unpack to 128 KiB
+FREE_BYTES = 1 << 26  # any file may unpack to this size, whatever its own
+FED_BYTES = 2048  # compressed bytes given to zstd at once: a block of 4 bytes may unpack to 128 KiB
 BLOCK = 1 << 20
 MEND = "mend it, or leave it out with exclude"
 Line = tuple[bytes, int]  # the line, newline included, and the byte of the text that it begins at
 
 
 def read_lines(piece: Slice) -> Iterator[Line]:
-    """The lines of a compressed file, or those that begin in [start, stop) of a plain one.
+    """(line, its first byte) of each line of a compressed file, or of those that begin in [start, stop) of a plain one.
 
-    Raises DataError for a line longer than LONGEST_LINE and a file that unpacks to far too much, OSError, EOFError,
-    zlib.error or ZstdError where it cannot be read.
+    Raises DataError for a line longer than LONGEST_LINE and for a file that unpacks to far too much, and OSError,
+    EOFError, zlib.error or ZstdError where it cannot be read.
     """
     if piece.kind not in ("jsonl.gz", "jsonl.zst"):
         yield from _lines_within(piece)
@@ -39,21 +39,21 @@ def read_lines(piece: Slice) -> Iterator[Line]:
 
 
 class Expansion:
-    """How much a file may unpack to: LARGEST_RATIO times its ``n_bytes``, and in any case FREE_BYTES."""
+    """The limit on the size that a file unpacks to: LARGEST_RATIO times its ``n_bytes``, but at least FREE_BYTES."""
 
     def __init__(self, path: str, n_bytes: int) -> None:
         self.path = path
         self.most = max(FREE_BYTES, LARGEST_RATIO * n_bytes)
 
     def check(self, n_bytes: int) -> None:
-        """Raises DataError where ``n_bytes`` is more."""
+        """Raises DataError where ``n_bytes`` exceeds the limit."""
         if n_bytes > self.most:
             rule = f"unpacks to more than {LARGEST_RATIO} times its size"
             raise refuse(self.path, rule, "leave it out with exclude, or store it plain if it is text")
 
 
 def line_number(piece: Slice, position: int) -> int:
-    """The number, from 1, of the line that begins at a byte of the text. Reads up to there; for messages."""
+    """The number, from 1, of the line that begins at byte ``position``. It reads the file up to there."""
     number = 1
     for line, start in read_lines(Slice(piece.path, piece.kind, 0, max(piece.stop, 1), 0)):
         if start >= position:
@@ -99,7 +99,7 @@ def _unpack(file: BinaryIO, piece: Slice) -> io.BufferedIOBase:
 
 
 class _Zstd(io.RawIOBase):
-    """The text of zstd frames. Unlike zstandard's own reader it raises EOFError where the last one is cut short."""
+    """The unpacked bytes of a file of zstd frames. Unlike zstandard's reader it raises EOFError if truncated."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._chunks = _unpack_frames(file)

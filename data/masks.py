@@ -1,11 +1,11 @@
-r"""Which tokens of a file are targets, where not all are: a bit for each, beside the file as PREFIX.mask.
+r"""Masks of targets, PREFIX.mask: one bit for each token of a token file in which not all tokens are targets.
 
     8 bytes  magic "RTMASK\0\1"
     uint64   tokens of the file, fingerprint of its .idx, tokens that are targets
     bits     1 for each token that is a target; token t is bit t % 8 of byte t // 8
 
 Little-endian. A token that is no target is read and attended to like any other; predicting it does not count.
-Token files without a mask are as they were before there were masks. Shape letters: B windows, W tokens of a window.
+In token files without a mask all tokens are targets. Shape letters: B windows, W tokens of a window.
 """
 
 import struct
@@ -21,7 +21,7 @@ from data.tokenfile import REWRITE, TokenFile, fingerprint, idx_path, mask_path
 
 MAGIC = b"RTMASK\x00\x01"
 HEADER = struct.Struct("<8s3Q")
-MOST_AHEAD = 64  # a module that predicts further tokens looks at most so far ahead
+MOST_AHEAD = 64  # the most tokens ahead that a module for further tokens predicts
 ROWS_AT_ONCE = 256  # windows whose bits are looked at together when targets are counted
 
 
@@ -31,7 +31,7 @@ class MaskWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._file.write(bytes(HEADER.size))
-        self._rest = np.zeros(0, bool)  # fewer than eight
+        self._rest = np.zeros(0, bool)  # flags not yet written: fewer than eight, which fill no byte
         self.n_tokens = self.n_targets = 0
 
     def add(self, is_target: np.ndarray) -> None:
@@ -43,16 +43,16 @@ class MaskWriter:
         self.n_tokens, self.n_targets = self.n_tokens + len(is_target), self.n_targets + int(np.sum(is_target))
 
     def finish(self, idx: Path) -> None:
-        """Writes what is left, and the header, which names the .idx that the mask belongs to."""
+        """Writes the remaining bits, and the header with the fingerprint of the .idx to which the mask belongs."""
         self._file.write(np.packbits(self._rest, bitorder="little").tobytes())
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, self.n_tokens, fingerprint(idx), self.n_targets))
 
 
 def read_mask(file: TokenFile) -> np.ndarray | None:
-    """The bits of a token file's mask, mapped; uint8. None where it has no mask: then all tokens are targets.
+    """The memory-mapped bits of a token file's mask, uint8; None where it has no mask: all tokens are targets then.
 
-    Raises DataError where the mask is damaged, or of another file.
+    Raises DataError where the mask is damaged, or belongs to another file.
     """
     path = mask_path(file.prefix)
     if not path.exists():
@@ -74,7 +74,7 @@ def read_mask(file: TokenFile) -> np.ndarray | None:
 
 
 class Masks:
-    """The masks of several token files."""
+    """The masks of several token files, by the files' numbers. ``any``: whether one of them has a mask."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self._bits = [read_mask(file) for file in files]
@@ -85,7 +85,7 @@ class Masks:
         return self._bits[file] is not None
 
     def of_range(self, file: int, start: int, stop: int) -> np.ndarray:
-        """bool: whether each of the tokens [start, stop) of a file is a target."""
+        """Bool [stop - start]: whether each of the tokens [start, stop) of a file is a target."""
         bits = self._bits[file]
         if bits is None:
             return np.ones(stop - start, bool)
@@ -93,7 +93,7 @@ class Masks:
         return found[start % 8 : start % 8 + stop - start].view(bool)
 
     def ranges(self, file: int, start: int, stop: int) -> list[list[int]]:
-        """The targets among the tokens [start, stop) of a file, as half-open ranges of them."""
+        """The targets among the tokens [start, stop) of a file, as half-open ranges [first, end] of tokens."""
         edges = np.diff(self.of_range(file, start, max(start, stop)).astype(np.int8), prepend=0, append=0)
         return (start + np.flatnonzero(edges).reshape(-1, 2)).tolist()
 
@@ -102,7 +102,7 @@ class Masks:
     ) -> np.ndarray:
         """Bool (B, W): whether each token of these windows is a target; False past a window's length.
 
-        ``pieces`` are the windows' where documents are packed; ``start_B`` then says nothing.
+        ``pieces`` are those of the windows where documents are packed; ``start_B`` is then unused.
         """
         files = set(file_B.tolist())
         if pieces is None and len(files) == 1 and min(length_B.tolist()) == width:
@@ -119,7 +119,7 @@ class Masks:
         return is_target_BW
 
     def _full_windows(self, file: int, start_B: np.ndarray, width: int) -> np.ndarray | None:
-        """``of_windows`` of one file that are full, their bits gathered at once. None near the end of the mask."""
+        """``of_windows`` for full windows of one file, their bits gathered at once; None near the end of the mask."""
         bits = self._bits[file]
         if bits is None:
             return np.ones((len(start_B), width), bool)
@@ -135,9 +135,10 @@ class Masks:
 
 
 def count_ahead(is_target_BW: np.ndarray, row_F: np.ndarray, offset_F: np.ndarray) -> np.ndarray:
-    """int64 [MOST_AHEAD + 2]: how many targets have so many tokens before them in their document's part of the window.
+    """int64 [MOST_AHEAD + 2]: entry n counts the targets with n tokens before them in their part of a document.
 
-    The last entry counts those that have more. A fragment f begins at token ``offset_F[f]`` of window ``row_F[f]``.
+    The last entry counts those with MOST_AHEAD + 1 or more. The document's part f begins at token ``offset_F[f]`` of
+    window ``row_F[f]``.
     """
     n_rows, width = is_target_BW.shape
     start_F = row_F * width + offset_F

@@ -1,4 +1,4 @@
-"""The token files of one part of the mixture, opened after a look at what preparation recorded of them."""
+"""Opening the token files of the sources, after checking them against what preparation recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True)
 class Source:
-    """The token files of one part of the mixture. Samples are numbered through all of them."""
+    """The opened token files of one source. Samples are numbered through all of them."""
 
     weight: float
     files: tuple[TokenFile, ...]
-    trusted: bool  # prepared here: the manifest vouches for the largest id, so batches need no check
-    name: str = ""  # in metrics
-    packings: tuple[Packing, ...] = ()  # one for each file, of the dataset's seq_len; none: laid end to end
+    trusted: bool  # prepared here: the manifest has the largest id, so batches' ids need no check
+    name: str = ""  # its name in metrics
+    packings: tuple[Packing, ...] = ()  # one for each file, for the dataset's seq_len; empty: laid end to end
 
 
 def packings_of(files: Sequence[TokenFile], config: DataConfig) -> tuple[Packing, ...]:
-    """The files' packings, which preparation has made."""
+    """The files' packings, which preparation wrote; empty where documents are laid end to end."""
     packed_by = packed_by_of(config)
     return tuple(read_packing(file, config.seq_len, packed_by) for file in files) if packed_by is not None else ()
 
 
 def open_source(part: PreparedSource, split: Split, vocab_size: int, config: DataConfig, name: str = "") -> Source:
-    """Maps the files of one source, after comparing them with the manifest where there is one."""
+    """Maps the files of one source. Raises DataError where they do not match their manifest or the vocabulary."""
     if part.manifest is not None:
         problems = size_problems(part.path, part.manifest)
         if part.manifest.largest_id >= vocab_size:
@@ -62,7 +62,7 @@ def open_heldout(config: DataConfig, prepared: Prepared, vocab_size: int) -> lis
 
 
 def check_not_empty(config: DataConfig, sources: list[Source]) -> None:
-    """Every training source needs a sample: its share of the mixture has to come from somewhere."""
+    """Raises DataError for each training source without a sample, which could not give its share of the mixture."""
     problems = [
         empty_problem(f"data.sources[{number}].path", config.sources[number].path)
         for number, source in enumerate(sources)

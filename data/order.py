@@ -1,7 +1,7 @@
-"""Which sample comes next: closed forms of the sample's number, so any step can be reached at once.
+"""The order of samples as closed forms of a sample's number, so that any step can be reached at once.
 
-Nothing is stored and nothing is drawn in sequence. A permutation is a Feistel network over [0, n); which source a
-sample is of is told in data/mixture.py and data/stages.py.
+Nothing is stored and nothing is drawn in sequence. A permutation is a Feistel network over [0, n); data/mixture.py and
+data/stages.py decide from which source a sample comes.
 
 Shape letters: N the samples asked for.
 """
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ROUNDS = 6  # with four, neighbours stay neighbours twice as often as chance has it (seen; Patarin 2001 says why)
+ROUNDS = 6  # with four, neighbours stay neighbours twice as often as by chance (observed; Patarin 2001 explains it)
 _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # odd: multiplying by them is bijective
 _HALF, _ONE = np.uint64(32), np.uint64(1)
 
 
 def permute(index_N: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
-    """The images of ``index_N`` (any integers in [0, n)) under the permutation of [0, n) that ``key`` names; int64.
+    """The images of ``index_N`` (any integers in [0, n)) under the permutation of [0, n) given by ``key``; int64.
 
     A Feistel network on a grid of rows x columns >= n with modular addition (Black and Rogaway, "Ciphers with
     Arbitrary Finite Domains", 2002): both sides near sqrt(n), so fewer than about 1 in sqrt(n) points leave
-    [0, n) and are walked on along their cycle. ``key``: uint64 [ROUNDS], from ``permutation_key``. Each index may have
-    a permutation of its own: n is then int64 [N] and key uint64 [ROUNDS, N].
+    [0, n); these are mapped again until they return. ``key``: uint64 [ROUNDS], from ``permutation_key``. Each index may
+    have its own permutation: n is then int64 [N] and key uint64 [ROUNDS, N].
     """
     columns = np.sqrt(n).astype(np.uint64)
     rows = (np.asarray(n).astype(np.uint64) + columns - _ONE) // columns
@@ -33,9 +33,9 @@ def permute(index_N: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.nda
 
 
 def unpermute(image_N: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """The inverse of ``permute``: which indices have these images under the permutation of [0, n); int64.
+    """The inverse of ``permute``: the indices that have these images under the permutation of [0, n); int64.
 
-    The rounds run backwards, and what leaves [0, n) is walked back along its cycle.
+    The rounds run backwards, and numbers that leave [0, n) are mapped again until they return.
     """
     columns = np.sqrt(n).astype(np.uint64)
     rows = (np.asarray(n).astype(np.uint64) + columns - _ONE) // columns
@@ -46,7 +46,7 @@ def unpermute(image_N: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 
 
 def permutation_key(seed: int, source: int, epoch: int) -> np.ndarray:
-    """uint64 [ROUNDS], from sha256 of (seed, source's place in the config, epoch)."""
+    """The key of a source's permutation in an epoch: uint64 [ROUNDS], from sha256 of (seed, source's number, epoch)."""
     digests = [hashlib.sha256(f"order/{seed}/{source}/{epoch}/{part}".encode()).digest() for part in range(2)]
     return np.frombuffer(b"".join(digests), "<u8")[:ROUNDS]
 
@@ -63,7 +63,7 @@ def _feistel(x_N: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nda
 
 
 def _unfeistel(x_N: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """One pass of ``_feistel`` backwards: each round takes off what it had added."""
+    """The inverse of one pass of ``_feistel``: each round subtracts the hash that was added."""
     left_N, right_N = np.divmod(x_N, columns)
     for i in range(ROUNDS - 2, -1, -2):
         right_N = _unshift(right_N, left_N, key[i + 1], columns)
@@ -84,17 +84,17 @@ def _shift(value_N: np.ndarray, other_N: np.ndarray, key: np.ndarray, modulus: n
     mixed_N *= _MIX_2
     mixed_N >>= _HALF
     mixed_N += value_N
-    whole_N = mixed_N // modulus  # by one number numpy divides by multiplying; what is left of it, it does not
+    whole_N = mixed_N // modulus  # numpy divides by a scalar by multiplying, but does not take remainders so
     whole_N *= modulus
     mixed_N -= whole_N
     return mixed_N
 
 
 def take(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> np.ndarray:
-    """The next n sample numbers from ``consumed`` on, hopping over the half-open ranges ``skipped``; int64 [n].
+    """The next n sample numbers from ``consumed`` on, without the half-open ranges ``skipped``; int64 [n].
 
-    ``consumed`` is a place in the global numbering (the samples before it were used or skipped): after a step it
-    becomes the last number taken, plus one. Ranges may overlap and come in any order.
+    ``consumed`` is a place in the training order (the samples before it were used or skipped): after a step it becomes
+    the last number taken, plus one. Ranges may overlap and come in any order.
     """
     index_N = np.arange(consumed, consumed + n, dtype=np.int64)
     reached = consumed
@@ -107,9 +107,9 @@ def take(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> np.n
 
 
 def place_after(consumed: int, n: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
-    """``consumed`` once the next n samples are taken: the last number of ``take``, plus one, without making the others.
+    """The place after the next n samples: ``take``'s last number, plus one, without making the other numbers.
 
-    ``consumed`` itself where n is 0.
+    It is ``consumed`` itself where n is 0.
     """
     reached = consumed
     for start, stop in sorted(skipped):

@@ -1,4 +1,4 @@
-"""Documents that are in both splits, token for token: held-out text that was trained on says nothing of new text.
+"""Counting documents that are in both splits, token for token, since held-out text must not have been trained on.
 
 Shape letters: D documents of a file.
 """
@@ -14,10 +14,10 @@ LEAST_TOKENS = 2  # a document of one token is an end of text alone
 
 
 def n_trained_on(heldout: Sequence[TokenFile], train: Sequence[TokenFile]) -> tuple[int, int]:
-    """(held-out documents that a training file holds as well, held-out documents), of two tokens or more.
+    """(held-out documents that a training file holds too, all held-out documents), of two tokens or more.
 
-    Reads the held-out files and all .idx whole, and of each training document three tokens; all of it only where these
-    and its length are a held-out document's. Raises DataError where an .idx contradicts itself.
+    Reads the held-out files and all .idx whole, and three tokens of each training document. It reads the whole document
+    only where these and its length match a held-out one. Raises DataError where an .idx contradicts itself.
     """
     wanted = [mark for file in heldout for mark in _marks(file)]
     looks = np.unique(np.array([look for look, _ in wanted], np.uint64))
@@ -29,9 +29,9 @@ def n_trained_on(heldout: Sequence[TokenFile], train: Sequence[TokenFile]) -> tu
 
 
 def _marks(file: TokenFile, looks: np.ndarray | None = None) -> Iterator[tuple[int, int]]:
-    """(look, hash) of each document; of those alone whose look is one of ``looks``, where these are given.
+    """(look, hash) of each document, or only of those whose look is one of ``looks``, if given.
 
-    A look is a mix of a document's length and three of its tokens.
+    A look combines a document's length and three of its tokens; the hash is of all its tokens.
     """
     starts_D = file.all_starts()
     sizes_D = np.diff(np.append(starts_D, file.n_tokens))

@@ -1,4 +1,4 @@
-r"""A packing on the disk, beside the token file that it is of: PREFIX.best_fit-2048.pack, say.
+r"""Files of packings, which lie beside their token files: PREFIX.best_fit-2048.pack, for example.
 
     8 bytes  magic "RTPACK\0\2"
     uint64   seq_len, tokens of the file, hash of samples of its .idx, samples n, pieces p, documents, documents cut,
@@ -7,11 +7,11 @@ r"""A packing on the disk, beside the token file that it is of: PREFIX.best_fit-
     int64[p]      the token that each piece begins with
     int32[p]      its tokens
 
-Little-endian, and the same bytes whoever makes it. It is mapped into memory: opening it costs the same for any size,
-so of a large .idx only the samples are compared then, which are spread over it. The whole is, where it is small, and
-once at a start where the .idx may have been written after the packing, as their times say.
+Little-endian, and byte for byte reproducible. The file is mapped into memory, and opening it takes constant time for
+any size: of a large .idx only samples spread over it are compared with their hash. The whole .idx is hashed where it is
+small, and at a start where its modification time is not before the packing's.
 
-Packings of magic "RTPACK\0\1" have no last number, and a fingerprint of the .idx's ends in the place of the samples.
+Packings of magic "RTPACK\0\1" lack the last number, and have a fingerprint of the .idx's ends for the hash of samples.
 """
 
 import os
@@ -32,25 +32,25 @@ from data.tokenizer import PREPARE
 
 MAGIC, OLD_MAGIC = b"RTPACK\x00\x02", b"RTPACK\x00\x01"
 HEADER, OLD_HEADER = struct.Struct("<8s9Q"), struct.Struct("<8s8Q")
-OLD_NUMBERS = 8  # after the magic
-SMALL_BYTES = 1 << 22  # an .idx up to here is hashed whole whenever its packing is opened: 1 ms
+OLD_NUMBERS = 8  # numbers after the old magic
+SMALL_BYTES = 1 << 22  # an .idx of up to this size is hashed whole whenever its packing is opened: 1 ms
 
 
 def pack_path(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
-    """Where the packing of PREFIX.bin lies."""
+    """The path of the packing of PREFIX.bin."""
     return Path(f"{prefix}.{packed_by}-{seq_len}.pack")
 
 
 def packed_by_of(config: DataConfig) -> PackedBy | None:
-    """How documents are packed; None where they are laid end to end."""
+    """The config's way of packing documents; None where they are laid end to end."""
     return None if config.packing == "sequential" else config.packing
 
 
 def is_packed(prefix: Path, seq_len: int, packed_by: PackedBy) -> bool:
-    """Whether the packing is there, of the token file as it is.
+    """Whether the packing exists and belongs to the token file as it is now.
 
-    Where the .idx is not older than the packing (both were copied, say), it is hashed whole, and the packing made the
-    newer one, so that the next start need not do it.
+    Where the .idx is not older than the packing (after both were copied, for example), it is hashed whole, and the
+    packing's modification time is set to now, so that the next start need not repeat it.
     """
     idx, pack = idx_path(prefix), pack_path(prefix, seq_len, packed_by)
     try:
@@ -64,7 +64,7 @@ def is_packed(prefix: Path, seq_len: int, packed_by: PackedBy) -> bool:
     except OSError:
         return False
     if not is_settled:
-        with suppress(OSError):  # another's file: it is hashed again at the next start
+        with suppress(OSError):  # the file is another user's: the .idx is hashed again at the next start
             os.utime(pack)
     return True
 
@@ -75,13 +75,13 @@ def whole_hash(path: Path) -> int:
 
 
 def _numbers(head: bytes) -> tuple[int, ...] | None:
-    """The numbers that a packing begins with; None where it is none."""
+    """The numbers in a packing's header; None where it is no packing."""
     form = {MAGIC: HEADER, OLD_MAGIC: OLD_HEADER}.get(head[: len(MAGIC)])
     return form.unpack(head[: form.size])[1:] if form is not None and len(head) >= form.size else None
 
 
 def _fits(head: tuple[int, ...], idx: Path) -> bool:
-    """Whether a packing that begins so is of the .idx, as far as that is looked at when it is opened."""
+    """Whether a packing with this header belongs to the .idx, by the hash that opening it compares."""
     if len(head) == OLD_NUMBERS:
         return head[2] == fingerprint(idx)
     if idx.stat().st_size <= SMALL_BYTES:
@@ -90,15 +90,15 @@ def _fits(head: tuple[int, ...], idx: Path) -> bool:
 
 
 def missing_packings(config: DataConfig, prefixes: Iterable[Path]) -> list[Path]:
-    """Those of the token files whose packing is not there; none where documents are laid end to end."""
+    """The token files whose packing is missing; none where documents are laid end to end."""
     packed_by = packed_by_of(config)
     return [each for each in prefixes if packed_by is not None and not is_packed(each, config.seq_len, packed_by)]
 
 
 def write_packing(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
-    """Packs a token file, reading its whole .idx; written whole or not at all. Returns the packing's path.
+    """Packs a token file, reading its whole .idx, and writes the packing atomically. Returns the packing's path.
 
-    Raises DataError where the .idx contradicts itself, or where nothing can be written beside it.
+    Raises DataError where the .idx contradicts itself, or where the packing cannot be written beside it.
     """
     file, path = TokenFile(prefix), pack_path(prefix, seq_len, packed_by)
     packing = pack(file.all_starts(), file.n_tokens, seq_len, packed_by)
@@ -116,7 +116,7 @@ def write_packing(prefix: Path, seq_len: int, packed_by: PackedBy) -> Path:
 
 
 def read_packing(file: TokenFile, seq_len: int, packed_by: PackedBy) -> Packing:
-    """The packing of a token file, mapped. Raises DataError where it is not there, damaged, or of another file."""
+    """The memory-mapped packing of a token file. Raises DataError where it is missing, damaged or another file's."""
     path = pack_path(file.prefix, seq_len, packed_by)
     try:
         content = np.memmap(path, np.uint8, "r")

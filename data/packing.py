@@ -1,8 +1,8 @@
-"""Which parts of documents go together into samples, where documents are packed rather than laid end to end.
+"""Packing: combining documents, or parts of long ones, into samples instead of laying all documents end to end.
 
 A document of more than seq_len + 1 tokens does not fit a sample: it is cut into windows of seq_len + 1 tokens at stride
-seq_len, each a sample of its own, and what is left of it is a piece like a shorter document. Pieces are then put
-together so that none is cut (``best_fit``), or each is a sample of its own (``one_document``). A piece of one token,
+seq_len, each a sample of its own, and its remainder is a piece like a shorter document. Pieces are then combined into
+samples so that none is cut (``best_fit``), or each is a sample of its own (``one_document``). A piece of one token,
 which predicts nothing, is left out.
 
 Shape letters: D documents, P pieces.
@@ -22,11 +22,11 @@ class Packing:
     """The samples of one token file. Sample b is made of the pieces [first_piece[b], first_piece[b + 1])."""
 
     first_piece: np.ndarray  # int64, one more than there are samples
-    start_P: np.ndarray  # int64: the token of the file that a piece begins with
-    length_P: np.ndarray  # int32: its tokens; seq_len + 1 where the last one is only a target
-    n_documents: int  # of two tokens or more
-    n_cut: int  # documents of which no sample holds all
-    n_left_out: int  # tokens that are in no piece
+    start_P: np.ndarray  # int64: the first token of each piece, counted from the file's start
+    length_P: np.ndarray  # int32: number of tokens of each piece; seq_len + 1 where the last one is only a target
+    n_documents: int  # documents of two tokens or more
+    n_cut: int  # documents that no sample holds whole
+    n_left_out: int  # tokens in no piece
 
     @property
     def n_samples(self) -> int:
@@ -34,15 +34,15 @@ class Packing:
         return len(self.first_piece) - 1
 
     def n_inputs(self, seq_len: int) -> int:
-        """Positions of the samples that hold a token."""
+        """The number of the samples' positions that hold a token."""
         return int(np.minimum(self.length_P, seq_len).sum(dtype=np.int64))
 
 
 def pack(starts_D: np.ndarray, n_tokens: int, seq_len: int, packed_by: PackedBy) -> Packing:
     """The packing of a file of ``n_tokens`` whose documents, none empty, begin at ``starts_D``, ascending.
 
-    Samples are numbered by the place of their first piece in the file, and the pieces of a sample lie in the file's
-    order. A function of its arguments alone.
+    Samples are numbered by the place of their first piece in the file, and the pieces of a sample are in the file's
+    order. The result depends on the arguments alone.
     """
     sizes_D = np.diff(np.append(starts_D, n_tokens))
     full_D = np.maximum(sizes_D - 1, 0) // seq_len
@@ -74,17 +74,17 @@ def pack(starts_D: np.ndarray, n_tokens: int, seq_len: int, packed_by: PackedBy)
 
 
 def best_fit(length_P: np.ndarray, room: int) -> np.ndarray:
-    """The bin of each piece, int64: bins of ``room`` tokens, the longest pieces first, each into the fullest that fits.
+    """The bin of each piece, int64. The longest piece comes first, and each goes into the fullest bin that it fits.
 
-    Best-fit decreasing (Johnson, 1973), as Ding et al. use it for documents ("Fewer Truncations Improve Language
-    Modeling", 2024). Pieces of one length go together into all bins of one room, so the cost grows with the number of
-    different lengths and rooms, not of pieces.
+    This is best-fit decreasing (Johnson, 1973) with bins of ``room`` tokens, as Ding et al. use it for documents
+    ("Fewer Truncations Improve Language Modeling", 2024). Pieces of one length are placed into all bins with the same
+    room at once, so the cost grows with the number of different lengths and rooms, not of pieces.
     """
     order = np.argsort(-length_P, kind="stable")
     values, counts = np.unique(-length_P, return_counts=True)
     bin_P = np.empty(len(length_P), np.int64)
-    free: dict[int, list[np.ndarray]] = {}  # room left -> bins with so much
-    rooms: list[int] = []  # ascending, those with a bin
+    free: dict[int, list[np.ndarray]] = {}  # room left -> bins with that much room
+    rooms: list[int] = []  # the keys of ``free``, ascending
     n_bins = done = 0
 
     def leave(left: int, bins: np.ndarray) -> None:
@@ -118,7 +118,7 @@ def best_fit(length_P: np.ndarray, room: int) -> np.ndarray:
 
 
 def _in_file_order(start_P: np.ndarray, sample_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first_piece, order): the pieces sorted by their sample's first token, then their own; where samples begin."""
+    """(first piece of each sample, order of the pieces): sorted by their sample's first token, then their own."""
     by_start = np.argsort(start_P, kind="stable")
     samples, first_seen = np.unique(sample_P[by_start], return_index=True)
     place = np.empty(len(samples), np.int64)
@@ -129,7 +129,7 @@ def _in_file_order(start_P: np.ndarray, sample_P: np.ndarray) -> tuple[np.ndarra
 
 
 def n_cut_in_sequence(starts_D: np.ndarray, n_tokens: int, seq_len: int) -> int:
-    """How many documents are cut where a file's tokens are laid end to end and cut at every ``seq_len``."""
+    """The number of documents that are cut where a file's tokens are laid end to end and cut at every ``seq_len``."""
     ends_D = np.append(starts_D[1:], n_tokens)[: len(starts_D)]
     last_D = np.maximum(ends_D - 2, starts_D)  # a document's last token is only predicted
     return int(np.count_nonzero(starts_D // seq_len != last_D // seq_len))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written under another name, synced, and renamed."""
+"""Atomic and durable files: written under a temporary name, synced to disk and renamed."""
 
 import os
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from data.refusals import refusals_of
 
 
 def partial_suffix() -> str:
-    """Ends the name of a file that this process is still writing."""
+    """The ending of the temporary name of a file that this process is still writing."""
     return f"partial-{os.uname().nodename}-{os.getpid()}"
 
 
 def is_partial(path: Path) -> bool:
-    """Whether it is a folder that some process still makes, or was killed while it made it (`launcher.new_folder`)."""
+    """Whether the path is an unfinished folder that ``launcher.new_folder`` is making, or was making when killed."""
     return path.name.startswith(".") and ".partial-" in path.name
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that is ``path``, durably, when the block ends, and is gone where it fails.
+    """A context with a file open for writing that becomes ``path``, durably, at the end, or is deleted on an error.
 
     with written_whole(folder / "a.json") as file:
         file.write(content)
@@ -36,7 +36,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def move_into_place(written: Path, path: Path) -> None:
-    """Gives a file that is written its name, in one act and durably; its folder is made, if need be."""
+    """Renames a written file to ``path``, atomically and durably; creates the folder if needed."""
     path.parent.mkdir(exist_ok=True)
     with written.open("rb") as file:
         os.fsync(file.fileno())

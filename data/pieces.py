@@ -1,4 +1,4 @@
-"""The pieces that packed samples are made of: found in the packings of several token files, copied, and told apart.
+"""The pieces of documents that make up packed samples: finding, copying and hashing them.
 
 Shape letters: B samples, W = S + 1 tokens of a window, P pieces.
 """
@@ -16,7 +16,7 @@ from data.tokenfile import TokenFile
 
 @dataclass(frozen=True)
 class Pieces:
-    """The ranges of tokens that samples are made of, sample after sample, each in the order that it reads them."""
+    """The ranges of tokens that make up samples, sample after sample, in each sample's order."""
 
     row_P: np.ndarray  # the sample's place among those that were asked for
     file_P: np.ndarray
@@ -25,15 +25,15 @@ class Pieces:
     offset_P: np.ndarray  # where the piece begins in the sample
 
     def fragments(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, offset) of each piece, which is a part of one document, as ``Boundaries.find`` has them."""
+        """(row_P, offset_P) of each piece, which is a part of one document, in the form of ``Boundaries.find``."""
         return self.row_P, self.offset_P
 
     def tokens_B(self, n_rows: int) -> np.ndarray:
-        """The tokens of each sample, int64."""
+        """The number of tokens of each sample, int64."""
         return np.bincount(self.row_P, self.length_P, minlength=n_rows).astype(np.int64)
 
     def copy_into(self, window_BW: np.ndarray, files: Sequence[TokenFile]) -> None:
-        """Writes the samples' tokens into windows of zeros."""
+        """Copies the samples' tokens into ``window_BW``, which has to be filled with zeros."""
         columns = (self.row_P, self.file_P, self.start_P, self.length_P, self.offset_P)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         for _, number, start, length, _ in rows:
@@ -72,9 +72,9 @@ def pieces_of(packings: Sequence[Packing], file_B: np.ndarray, sample_B: np.ndar
 
 
 def samples_with(packing: Packing, seq_len: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each sample that has tokens of [first, stop) as inputs: its number in the file, the first one, and the end.
+    """(number in the file, first, stop), as arrays, of each sample with tokens of [first, stop) as inputs.
 
-    Looks through the whole packing.
+    It searches the whole packing; the results bound the tokens of the range that are the sample's inputs.
     """
     stop_P = packing.start_P + np.minimum(packing.length_P, seq_len)
     piece_W = np.flatnonzero((packing.start_P < stop) & (stop_P > first))
@@ -83,9 +83,9 @@ def samples_with(packing: Packing, seq_len: int, first: int, stop: int) -> tuple
 
 
 def shares_of(packings: Sequence[Packing], seq_len: int, n_tokens: int) -> dict[str, float]:
-    """The shares that ``Dataset.packed`` tells of; reads the lengths of all pieces.
+    """The shares of padding positions, cut documents and left-out tokens. It reads the lengths of all pieces.
 
-    ``n_tokens``: of all the files.
+    ``n_tokens`` is the number of tokens in all files.
     """
     inputs = sum(packing.n_inputs(seq_len) for packing in packings)
     n_documents, n_samples = (sum(getattr(p, name) for p in packings) for name in ("n_documents", "n_samples"))

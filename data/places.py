@@ -1,4 +1,4 @@
-"""Where files can be made: whether a folder is there, or could be, and can be written to."""
+"""Checks of paths: whether a path is valid, and whether a folder exists or could be created, and is writable."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
 
 
 def why_no_path(path: str, *, created: bool = False) -> str | None:
-    """The rule that ``path`` breaks as a path, whatever is there; None where it breaks none.
+    """The rule that ``path`` breaks as a path, whether or not it exists; None where it breaks none.
 
-    ``created``: Roundtable makes this folder, and a forgotten variable would become its name.
+    ``created``: Roundtable creates this folder, so a variable that was not expanded would become its name.
     """
     if not path:
         return "must not be empty"
@@ -37,7 +37,7 @@ def is_text(path: str | Path) -> bool:
 
 
 def is_same_place(path: str | Path, other: str | Path) -> bool:
-    """Whether both lead to one file or folder; not, where one is not there, or cannot be looked at."""
+    """Whether both paths lead to the same file or folder; false where one is missing or inaccessible."""
     try:
         return os.path.samefile(path, other)
     except OSError:
@@ -45,7 +45,7 @@ def is_same_place(path: str | Path, other: str | Path) -> bool:
 
 
 def nearest_existing(path: str | Path) -> str:
-    """The path, made absolute, or the nearest folder above it that is there; a broken link is there."""
+    """The absolute path, or the nearest folder above it that exists; a broken link counts as existing."""
     nearest = os.path.abspath(path)
     while True:
         try:

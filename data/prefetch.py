@@ -1,4 +1,4 @@
-"""Blocks of a remote file brought ahead of their use by a few threads."""
+"""Fetching blocks of a remote file ahead of their use, with a few threads."""
 
 import os
 import threading
@@ -12,16 +12,16 @@ N_THREADS = 8  # a store answers in tens of milliseconds, many requests at a tim
 
 
 class Prefetcher:
-    """Brings blocks into a cache. What goes wrong is left to whoever reads the block, who tries again and tells."""
+    """Fetches blocks into a cache. Errors are ignored here: reading the block tries again, and raises them."""
 
     def __init__(self, blocks: BlockCache) -> None:
         self._blocks = blocks
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # by process: threads do not live on in a fork
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None  # with its process: threads do not survive a fork
         self._under_way: set[int] = set()
         self._lock = threading.Lock()
 
     def want(self, numbers: Iterable[int]) -> None:
-        """Begins to bring those that are neither here nor under way; returns at once."""
+        """Begins to fetch the blocks that are neither in the cache nor being fetched; returns at once."""
         for number in numbers:
             with self._lock:
                 if number in self._under_way or self._blocks.holds(number):

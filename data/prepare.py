@@ -1,7 +1,7 @@
-"""From raw text to token files: planned, spread over processes, restartable, finished by one atomic act.
+"""Preparation: from raw text to token files, on several processes, restartable, and completed atomically.
 
-Everything is checked before anything is created. Then each shard is a file or two and a small record, written
-whole or not at all; a source's manifest is written when all its shards are there.
+Everything is checked before anything is created. Then each shard's token files and its small record are written
+atomically, and a source's manifest is written once all its shards exist.
 """
 
 import os
@@ -43,20 +43,20 @@ from data.tokenizer import bos_id_of, tokenizer_folder
 from data.tokenizer_setup import set_up_tokenizer
 from data.workers import run_in_processes, write_shards
 
-BYTES_PER_TOKEN = 2.5  # of text, at least, whatever the tokenizer; for the estimate of disk only
-CLEANED_SHARE = 0.5  # of the text's bytes: what cleaned texts and their signatures take; for the estimate of disk only
-FEW_FILES = 8  # are packed sooner than processes are started
+BYTES_PER_TOKEN = 2.5  # bytes of text for a token, at least, with any tokenizer; for the estimate of disk only
+CLEANED_SHARE = 0.5  # cleaned texts and their signatures, over the text's bytes; for the estimate of disk only
+FEW_FILES = 8  # up to so many are packed faster here than it takes to start processes
 Report = Callable[[int, int, int, int], None]  # bytes of text done, bytes in all (0: unknown), documents, tokens
 
 
 def prepare(
     config: DataConfig, *, vocab_size: int, progress: Report | None = None, task: tuple[int, int] | None = None
 ) -> Prepared | None:
-    """Prepares what is missing of the tokenizer and the raw sources' token files.
+    """Prepares the missing parts of the tokenizer and the raw sources' token files; returns the prepared data.
 
-    ``task=(k, n)`` does the k-th of n shares of the shards (k from 0), so that n jobs can work side by side; whichever
-    finds all shards finished writes the manifests, and the others return None. Raises DataError, with nothing
-    created, where the config or the corpus is wrong or the disk too small.
+    ``task=(k, n)`` does the k-th of n shares of the shards (k from 0), so that n jobs can work in parallel; whichever
+    finds all shards finished writes the manifests, and the others return None. Raises DataError, with nothing created,
+    where the config or the corpus is wrong or the disk too small.
     """
     problems = check_data(config, vocab_size)
     if problems:
@@ -81,14 +81,14 @@ def prepare(
 def _carry_out(
     config: DataConfig, plans: list[Plan], vocab_size: int, progress: Report | None, task: tuple[int, int]
 ) -> Prepared | None:
-    """The cleaned texts, the tokenizer, this task's shards, the manifests."""
+    """Makes cleaned texts, the tokenizer, this task's shards and the manifests; None while other tasks are unfinished."""
     if config.cleaning is not None:
         cleaned = _clean(config, plans, progress, task)
         if cleaned is None:
             return None
         plans = cleaned
     tokenizer = set_up_tokenizer(config, vocab_size, [(plan.source, plan.shards, plan.key) for plan in plans])
-    if config.fim_rate:  # before the tokens are made, which another tokenizer would make anew
+    if config.fim_rate:  # checked before tokens are made, since another tokenizer would need new ones
         fim_ids(config, tokenizer, vocab_size)
     tasks = [job for plan in plans for job in _begin_source(config, plan, tokenizer)]
     share, n_shares = task
@@ -101,7 +101,7 @@ def _carry_out(
 
 
 def _clean(config: DataConfig, plans: list[Plan], progress: Report | None, task: tuple[int, int]) -> list[Plan] | None:
-    """The plans, with shards of cleaned texts instead of raw ones; None where other tasks have not done their share."""
+    """The plans with shards of cleaned texts instead of raw ones; None while other tasks' shares are unfinished."""
     known = {plan.number: plan for plan in plans}
 
     def look(number: int) -> Plan:
@@ -114,14 +114,14 @@ def _clean(config: DataConfig, plans: list[Plan], progress: Report | None, task:
 
 
 def pack_documents(config: DataConfig, prepared: Prepared) -> None:
-    """Writes the packings that are missing, of all token files; nothing where documents are laid end to end.
+    """Writes the missing packings of all token files; does nothing where documents are laid end to end.
 
-    Raises DataError where a file's index contradicts itself, or where nothing can be written beside it.
+    Raises DataError where a file's index contradicts itself, or where a packing cannot be written beside it.
     """
     packed_by = packed_by_of(config)
     missing = [(each, config.seq_len, packed_by) for each in missing_packings(config, token_files(config, prepared))]
     for folder in {prefix.parent for prefix, *_ in missing}:
-        remove_abandoned(folder)  # of a preparation that was killed while it packed, all else being finished
+        remove_abandoned(folder)  # left by a preparation that was killed while packing, its last step
     if len(missing) > FEW_FILES:
         run_in_processes(write_packing, missing, config.workers, lambda *_: None)
     elif packed_by is not None:
@@ -130,10 +130,11 @@ def pack_documents(config: DataConfig, prepared: Prepared) -> None:
 
 
 def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, had: set[Path]) -> None:
-    """Deletes the folders that a refused call has made (``had``: those before it) and in which no shard was finished.
+    """Deletes the folders that a refused call created and that hold no finished shard; ``had`` existed before it.
 
-    A refusal leaves nothing new, except what a second try can go on from: where a shard was finished, the tokenizer and
-    cleaned texts, too. The folder of a source without one would only make its text, once mended, another corpus.
+    A refused call leaves nothing behind except what a second try can resume from: where a shard was finished, also the
+    tokenizer and cleaned texts. The folder of a source without one would only cause its corrected text to be refused as
+    another corpus.
     """
     known = (_folder_if_known(config, plan.source, vocab_size) for plan in plans)
     folders = [folder for folder in known if folder is not None]
@@ -149,9 +150,9 @@ def _remove_fruitless(config: DataConfig, plans: list[Plan], vocab_size: int, ha
 
 
 def plan_sources(config: DataConfig, vocab_size: int) -> list[Plan]:
-    """The raw sources that are not finished, each with its files and shards.
+    """The raw sources that are not yet prepared, each with its files and shards.
 
-    Raises DataError where a corpus is missing, empty, without ``text_key``, or not what was prepared before.
+    Raises DataError where a corpus is missing, empty, without ``text_key``, or changed since preparation began.
     """
     raw = [(number, source) for number, source in enumerate(config.sources) if is_raw(source)]
     folders = {number: _folder_if_known(config, source, vocab_size) for number, source in raw}
@@ -190,13 +191,13 @@ def _is_finished(config: DataConfig, source: SourceConfig, vocab_size: int, key:
 
 
 def _folder_if_known(config: DataConfig, source: SourceConfig, vocab_size: int) -> Path | None:
-    """The source's folder; None while its tokenizer, and so its name, is not settled."""
+    """The source's folder; None while its tokenizer, on which its name depends, does not exist."""
     tokenizer = tokenizer_folder(config, vocab_size)
     return source_folder(config, source, tokenizer) if tokenizer is not None and tokenizer.is_dir() else None
 
 
 def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
-    """Raises DataError where the disk of data.token_dir has less free than what remains is estimated to need."""
+    """Raises DataError where the disk of data.token_dir has less free space than the estimate of what is missing."""
     tokenizer = tokenizer_folder(config, vocab_size)
     needed = 0 if tokenizer is None or tokenizer.is_dir() else 150 * vocab_size
     for plan in plans:
@@ -214,7 +215,7 @@ def check_room(config: DataConfig, plans: list[Plan], vocab_size: int) -> None:
 
 
 def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> list[ShardTask]:
-    """Creates the source's folder, or finds it begun, and returns the tasks of all its shards."""
+    """Creates the source's folder, or resumes it, and returns the tasks of all its shards."""
     assert tokenizer is not None
     folder, bos_id = source_folder(config, plan.source, tokenizer), bos_id_of(config, tokenizer)
     check_inputs(folder, plan.source, plan.key)
@@ -231,7 +232,7 @@ def _begin_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> lis
 
 
 def _write_missing(tasks: list[ShardTask], workers: int | None, progress: Report | None) -> None:
-    """Writes the shards that have no record, telling ``progress`` of them and of the finished ones."""
+    """Writes the shards that have no record; ``progress`` is called with totals that include the finished ones."""
     records = [read_record(task.folder, task.number) for task in tasks]
     done = [record for record in records if record is not None]
     sizes = [sum(piece.n_bytes for piece in task.shard) for task in tasks]
@@ -249,7 +250,10 @@ def _write_missing(tasks: list[ShardTask], workers: int | None, progress: Report
 
 
 def _finish_source(config: DataConfig, plan: Plan, tokenizer: Path | None) -> bool:
-    """Writes the manifest if all shards are there; returns whether they are."""
+    """Writes the source's manifest if all its shards are finished; returns whether they are.
+
+    Raises DataError, and deletes the folder, where no document is left.
+    """
     tasks = _begin_source(config, plan, tokenizer)
     folder = tasks[0].folder
     records = [read_record(folder, task.number) for task in tasks]
@@ -285,9 +289,9 @@ def _expect_record(folder: Path, number: int) -> ShardRecord:
 
 
 def _task_for_empty_split(tasks: list[ShardTask], records: list[ShardRecord]) -> ShardTask | None:
-    """The shard to write again with one document moved, where a split came out empty; None where none did.
+    """The task to rewrite a shard with one document moved, where a split came out empty; None where none did.
 
-    The document with the smallest hash moves to the held-out split, the one with the largest to the training split,
+    The document with the smallest hash moves to the held-out split, or the one with the largest to the training split,
     so the choice depends on the corpus alone. A single document is always for training.
     """
     documents = {s: sum(f.n_documents for r in records if (f := getattr(r, s))) for s in ("train", "heldout")}

@@ -1,4 +1,4 @@
-"""Where prepared token files lie, and whether they are there.
+"""The layout of token_dir, and finding out whether a config's token files are prepared.
 
     TOKEN_DIR/tokenizer-STEM-HASH/                  a transformers tokenizer directory
     TOKEN_DIR/STEM-HASH/                            one raw source
@@ -8,7 +8,7 @@
         cleaned_from.json                           of cleaned text: hashes of all that it was cleaned from and with
         manifest.json                               written last: the folder is complete
 
-A HASH covers everything that fixes the contents, so another setting is another folder and nothing is overwritten.
+A HASH covers everything that fixes the contents, so other settings use another folder and nothing is overwritten.
 """
 
 import json
@@ -61,7 +61,7 @@ class Prepared:
 
 
 def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> Path:
-    """The folder of a raw source's token files. ``tokenizer``: the tokenizer's folder, which must be complete."""
+    """The folder of a raw source's token files. ``tokenizer`` is the tokenizer's folder, which must be complete."""
     path = expand_path(source.path)
     fixes_the_tokens = {
         "format": FORMAT,
@@ -87,7 +87,7 @@ def source_folder(config: DataConfig, source: SourceConfig, tokenizer: Path) -> 
 
 
 def source_names(config: DataConfig) -> list[str]:
-    """What each source is called in metrics: its stem, after its place in data.sources where two have the same."""
+    """The name of each source in metrics: its stem, preceded by its number in data.sources if two are the same."""
     stems = [readable_stem(source.path) for source in config.sources]
     if len(set(stems)) == len(stems):
         return stems
@@ -117,10 +117,10 @@ def locate(config: DataConfig, vocab_size: int) -> Prepared | None:
 
 
 def find_prepared(config: DataConfig, vocab_size: int) -> Prepared | None:
-    """As ``locate``, and the corpus is compared with what was prepared; raises DataError where it has changed.
+    """The prepared data, after comparing the corpus with it; None where something is missing, packings included.
 
-    A corpus that is no longer on this machine is not missed: its tokens are enough. None, too, where documents are to
-    be packed and a file's packing is missing.
+    Raises DataError where the corpus has changed since, or a manifest is damaged. A corpus that is no longer on this
+    machine passes, since its tokens are enough.
     """
     prepared = locate(config, vocab_size)
     if prepared is None:
@@ -141,13 +141,13 @@ def token_files(config: DataConfig, prepared: Prepared) -> list[Path]:
 
 
 def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
-    """Raises DataError where the corpus's files are not, in name and size, those that ``folder`` was begun with.
+    """Raises DataError where the corpus's files differ, in name or size, from those from which ``folder`` was begun.
 
-    The hub is asked only while the folder is unfinished: its tokens are enough, whatever comes there later.
+    The hub is asked only while the folder is unfinished: later changes there do not matter to finished tokens.
     """
     recorded = read_inputs(folder)
     if recorded is None or ((folder / MANIFEST).exists() and (is_on_hub(source) or not recorded)):
-        return  # none were recorded of a dataset's folder before its files were known
+        return  # older versions recorded no files of a dataset's folder
     try:
         present = corpus_files(source, key)
     except DataError:
@@ -159,7 +159,7 @@ def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
 
 
 def read_inputs(folder: Path) -> list[InputFile] | None:
-    """The corpus that preparing ``folder`` was begun with; None where it was not begun."""
+    """The corpus's files when preparing ``folder`` began; None where it has not begun. Raises DataError if damaged."""
     path = folder / INPUTS
     try:
         return [InputFile(**file) for file in json.loads(path.read_text())]
@@ -170,11 +170,11 @@ def read_inputs(folder: Path) -> list[InputFile] | None:
 
 
 def inputs_tree(files: list[InputFile]) -> list[dict[str, object]]:
-    """The contents of inputs.json."""
+    """The content of inputs.json for these files."""
     return [asdict(file) for file in files]
 
 
 def verify(prepared: Prepared) -> list[str]:
-    """Reads every prepared token file and compares its hash: one line for each that has changed."""
+    """One line for each prepared token file whose hash has changed. Reads all of them."""
     parts = [(part.path, part.manifest) for part in prepared.sources if part.manifest is not None]
     return [line for path, manifest in parts for line in hash_problems(path, manifest)]

@@ -1,4 +1,4 @@
-"""What the operating system refuses, by an OSError that names a file."""
+"""Turning the operating system's errors into an OSError that names a file."""
 
 import os
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def refusals_of(place: Path | str) -> Iterator[None]:
-    """Has what is refused within the block name ``place`` where it names no file, as a write to a full disk does not.
+    """A context in which an OSError without a file name, such as that of a full disk, gets the name ``place``.
 
-    Libraries in Rust (safetensors, tokenizers) tell the operating system's number in words alone.
+    Errors of libraries in Rust (safetensors, tokenizers), which give the system's error number only in their text, are
+    turned into an OSError too.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""One object on a store, or wherever else fsspec reaches: read in ranges, and refused once it has changed."""
+"""An object at a URL, on an object store or anywhere that fsspec can open: read in ranges, refused once it changes."""
 
 import os
 import time
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ObjectRecord:
-    """One object, as the store told of it when it was read first."""
+    """An object's URL, size and version as the store reported them when it was first read."""
 
     url: str
     size: int
@@ -27,21 +27,27 @@ class ObjectRecord:
 
 
 def changed(url: str, before: object, now: object, folder: Path) -> DataError:
-    """The refusal of an object that is not what it was; the last two are its record then and now, or None."""
+    """The refusal of an object that has changed. ``before`` and ``now`` are its records as dicts, or None if missing.
+
+    ``folder`` is what to delete in order to accept the change.
+    """
     was, is_now = (str(ObjectRecord(**each)) if isinstance(each, dict) else "not there" for each in (before, now))
     rule = f"has changed: it is {is_now} now, and was {was}"
     return refuse(url, rule, f"put the former one back, or delete {folder} and begin another run")
 
 
 class RemoteObject:
-    """One object of a store, by URL. Each read is followed by a look at its version."""
+    """One object of a store, by URL. After each read its version is checked again."""
 
     def __init__(self, url: str, record: ObjectRecord | None = None) -> None:
         self.url, self.record = url, record
         self._opened: tuple[int, Any, str] | None = None  # by process: a fork cannot use its parent's connections
 
     def look(self, *, may_lack: bool = False) -> ObjectRecord | None:
-        """What the store says of it now, which is kept; None where it ``may_lack`` and is not there."""
+        """The object's present record from the store, which is kept; None for a missing object that ``may_lack``.
+
+        Raises DataError for another missing object, and UnreadObject where the store does not answer.
+        """
         self.record = self._attempt(self._told)
         if self.record is None and not may_lack:
             raise refuse(self.url, "is not there", "check the URL, and the keys that lead to it")
@@ -79,7 +85,7 @@ class RemoteObject:
         return self._opened[1:]
 
     def _attempt(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives, tried again where the network or the store fails."""
+        """The result of ``read``, which is called again after a wait where the network or the store fails."""
         for wait in (*WAITS_SECONDS, None):
             try:
                 return read()
@@ -96,7 +102,7 @@ class RemoteObject:
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """(fsspec's file system, the path in it). Raises DataError where fsspec cannot open such URLs."""
+    """(fsspec's file system, the path in it) of a URL. Raises DataError where fsspec cannot open such URLs."""
     import fsspec
 
     try:

@@ -15,7 +15,7 @@ from data.remote import ObjectRecord, RemoteObject
 
 
 class RemoteTokens:
-    """The token ids of a remote .bin, read through the cache: a slice, one, or those of an array of places."""
+    """The token ids of a .bin at a URL, read through the cache. Indexed by a slice, a place or an array of places."""
 
     def __init__(self, record: ObjectRecord, cache: Path, dtype: np.dtype) -> None:
         self.dtype, self.itemsize = dtype, dtype.itemsize
@@ -27,7 +27,7 @@ class RemoteTokens:
 
     @classmethod
     def of(cls, remote: Path, dtype: np.dtype) -> "RemoteTokens":
-        """Those that a PREFIX.remote tells of. Raises DataError where it is damaged."""
+        """The token ids of the object that the file PREFIX.remote describes. Raises DataError where it is damaged."""
         try:
             record = ObjectRecord(**json.loads(remote.read_text())["bin"])
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Whether tokens give back the text that they were made of: told of the first documents of each source."""
+"""A check, on the first documents of each source, that decoding their tokens gives back the original text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from data.sources import input_files, reads_files
 from data.tokenizer import load_fast, making_tokens
 
 MOST_DOCUMENTS = 64  # of a source
-MOST_CHARACTERS = 1 << 14  # of a document: what a tokenizer loses, it loses soon
-SHOWN = 8  # characters of a difference
+MOST_CHARACTERS = 1 << 14  # of a document: a tokenizer that loses anything does so early
+SHOWN = 8  # characters of a difference that are shown
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What became of a source's documents on their way to tokens and back."""
+    """The result of tokenizing a source's first documents and decoding them again."""
 
     n_documents: int
     n_changed: int
-    first: str = ""  # where the first one that changed does so, and how
+    first: str = ""  # the first document that changed, and its first difference
 
 
 def round_trip(config: DataConfig, source: SourceConfig, tokenizer: Path) -> RoundTrip | None:
-    """Takes a source's first documents to tokens and back. None where its corpus is not on this machine any more."""
+    """Tokenizes a source's first documents and decodes them again; None where its corpus is no longer here."""
     try:
         documents = list(_first_documents(config, source))
     except DataError:

@@ -1,4 +1,4 @@
-"""The cheap rules of the data section, all checked at once."""
+"""The rules of the config's data section that are cheap to check; all broken ones are reported at once."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,22 +26,23 @@ from data.trained_tokenizers import BYTES_AND_END, END_OF_TEXT
 from data.without import file_problem
 
 LEAST_WEIGHT = 1e-6
-WRITTEN = ("corpus/train-00000.bin", "corpus/train-00000.idx", "corpus/manifest.json")  # below token_dir
-CLEANED_TEXT = "corpus/text/00000.jsonl.zst"  # there, too, where a corpus is cleaned
-# Of a trained tokenizer: text that spells one out is cut inside it, and so never becomes the token itself.
+WRITTEN = ("corpus/train-00000.bin", "corpus/train-00000.idx", "corpus/manifest.json")  # examples, below token_dir
+CLEANED_TEXT = "corpus/text/00000.jsonl.zst"  # also written below token_dir where a corpus is cleaned
+# A name for a special token of a trained tokenizer: one whose spelled-out text is cut inside it by the pre-tokenizer,
+# and so never becomes the token itself.
 SPECIAL_TOKEN = re.compile(r"<\S*[A-Za-z0-9]\S*>|\[\S*[A-Za-z0-9]\S*\]")
 
 
 def check_data(config: DataConfig, vocab_size: int) -> list[str]:
-    """One line for each rule that the data section breaks. Looks for files, but reads none of the corpus.
+    """One line for each rule that the data section breaks. It looks for files, but reads none of the corpus.
 
-    A corpus that is not on this machine is not missed once its token files are there. The range of each number, which
-    its field's type says, is not checked here: whoever reads a config has done so.
+    A corpus that is not on this machine is accepted once its token files are there. The range of each number, given by
+    its field's type, is not checked here but when the config is read.
     """
     found = [*_check_empty(config), *_check_names(config)]
     for number, source in enumerate(config.sources):
         found += _check_source(source, f"data.sources[{number}]")
-    if config.seq_len >= 1:  # else whoever read the config has a line on it
+    if config.seq_len >= 1:  # otherwise reading the config has reported it
         found += _check_stages(config)
     if (config.fim_rate and len(set(config.fim_tokens)) != len(config.fim_tokens)) or len(
         config.fim_tokens
@@ -74,7 +75,7 @@ def check_data(config: DataConfig, vocab_size: int) -> list[str]:
 
 
 def _check_training(config: DataConfig, vocab_size: int) -> list[str]:
-    """What a tokenizer that is trained needs."""
+    """Rules on the keys for a trained tokenizer, and on those that need a named one."""
     found = []
     if config.add_bos and config.tokenizer is None:
         rule = "needs a tokenizer with a bos_token, and data.tokenizer=null names none"
@@ -106,7 +107,7 @@ def _check_empty(config: DataConfig) -> list[str]:
 
 
 def _check_names(config: DataConfig) -> list[str]:
-    """No path that is empty, or that no file system takes, and no URL but of token files."""
+    """Rules on paths: none is empty or impossible on a file system, and only token files may be given by URL."""
     made, read = ("token_dir", "cache_dir"), ("tokenizer", "without")
     paths = {f"data.{name}": getattr(config, name) for name in (*made, *read, "heldout_path")}
     paths |= {f"data.sources[{number}].path": source.path for number, source in enumerate(config.sources)}
@@ -136,7 +137,7 @@ def _check_source(source: SourceConfig, key: str) -> list[str]:
 
 
 def set_in_vain(source: SourceConfig) -> list[tuple[str, str]]:
-    """The fields that are set although nothing looks at them, each with where that is so."""
+    """(field, reason) of each field of the source that is set although it has no effect."""
     usual = SourceConfig(path=source.path)
     return [
         (name, why)
@@ -147,7 +148,7 @@ def set_in_vain(source: SourceConfig) -> list[tuple[str, str]]:
 
 
 def _unused_where(source: SourceConfig) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
-    """Whether something is so, what that is, and the fields of the source that nothing looks at then."""
+    """(condition, its description, fields that have no effect if it holds), for a source."""
     path, is_hub = f"path={source.path!r}", is_hugging_face(source)
     yield not is_hub, f"{path} is no Hugging Face dataset (hf://NAME)", ("subset", "split")
     yield is_hub and reads_files(source), f"{path} is a saved dataset", ("subset",)
@@ -155,7 +156,7 @@ def _unused_where(source: SourceConfig) -> Iterator[tuple[bool, str, tuple[str, 
 
 
 def _plain(source: SourceConfig, name: str) -> str:
-    """The value of a source's field as a line shows it."""
+    """The value of a source's field as messages show it."""
     value = getattr(source, name)
     if is_dataclass(value):
         return "{...}"
@@ -163,7 +164,7 @@ def _plain(source: SourceConfig, name: str) -> str:
 
 
 def _check_stages(config: DataConfig) -> list[str]:
-    """Stages ascend, and each has a weight for every source, of which one is above 0."""
+    """Rules on stages: they ascend, and each has a weight for every source, at least one of them above 0."""
     found, before = [], -1
     for number, stage in enumerate(config.stages):
         key, shown = f"data.stages[{number}]", "[" + ", ".join(map(str, stage.weights)) + "]"
@@ -202,9 +203,9 @@ def _check_paths(config: DataConfig) -> list[str]:
 
 
 def check_outside(found: str, folder: str | Path, written: Sequence[str], config: DataConfig) -> list[str]:
-    """A line for each source that would read the files ``written`` in the folder, which ``found`` names, as text.
+    """One line for each source that would read the files ``written`` within ``folder`` as text; ``found`` names it.
 
-    Each file that came there would change the corpus, which is refused once tokens have been made of it.
+    Every new file there would change the corpus, which is refused once tokens have been made from it.
     """
     lines = []
     for number, source in enumerate(config.sources):
@@ -219,5 +220,5 @@ def check_outside(found: str, folder: str | Path, written: Sequence[str], config
 def _is_prepared(config: DataConfig, vocab_size: int) -> bool:
     try:
         return locate(config, vocab_size) is not None
-    except DataError:  # damaged: whoever opens it says so
+    except DataError:  # damaged: opening it reports that
         return True

@@ -1,4 +1,4 @@
-"""Datasets that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: which Arrow files hold a split."""
+"""Datasets written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`: finding the Arrow files of a split."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_paths(folder: Path, split: str, found: str) -> list[str]:
-    """The Arrow files of a saved dataset, in order; of a saved DatasetDict those of ``split``.
+    """The Arrow files of a saved dataset, in order; for a saved DatasetDict those of ``split``.
 
     ``found`` is what the user named, for errors. Raises DataError where the folder has no such split, is damaged, or
     names files outside itself.
@@ -34,7 +34,7 @@ def saved_paths(folder: Path, split: str, found: str) -> list[str]:
 
 
 def _read(path: Path, field: str) -> list[Any]:
-    """The list in this field of a JSON file."""
+    """The list in a field of a JSON file. Raises DataError where it is missing, or where rows are reordered."""
     try:
         tree = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

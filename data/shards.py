@@ -1,8 +1,8 @@
-"""How a corpus is cut into shards: fixed slices of the input, so the workers' number changes no byte of the output.
+"""Cutting a corpus into shards: fixed slices of the input, so that the number of workers changes no byte of the output.
 
 A shard is a list of slices. A slice is a range of bytes of a text or jsonl file (it owns the lines that begin in it),
 a row group of a parquet file, a whole compressed, Arrow or WARC file, one of a Hugging Face dataset's own shards, or
-the texts that cleaning left of a shard.
+the texts of a shard that cleaning kept.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from data.errors import reason_of, refuse
 from data.hub import count_hub_shards
 from data.sources import InputFile, Kind, reads_files
 
-MOST_BYTES = 1 << 40  # that a row group may claim to hold
+MOST_BYTES = 1 << 40  # the largest size that a row group's metadata may state
 COMPRESSION = 4  # text in a compressed file, as a multiple of its size: for progress and the estimate of disk only
 
 
@@ -26,9 +26,9 @@ class Slice:
     kind: Kind | Literal["hub", "cleaned"]
     start: int  # byte, row group or the dataset's shard
     stop: int
-    n_bytes: int  # of text, as near as its size is known without reading it
-    whole: bool = True  # the only slice of its file
-    file_bytes: int = 0  # of the whole file on disk
+    n_bytes: int  # bytes of text, as far as they are known without reading it
+    whole: bool = True  # whether it is the only slice of its file
+    file_bytes: int = 0  # size of the whole file on disk
 
 
 Shard = tuple[Slice, ...]
@@ -36,7 +36,7 @@ Shard = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """One raw source, looked at but not touched."""
+    """The plan for preparing one raw source: its files, and the shards into which they are cut."""
 
     source: SourceConfig
     number: int  # its place in data.sources
@@ -45,14 +45,14 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """Names it in errors: data.sources[2]."""
+        """The source's name in errors, such as data.sources[2]."""
         return f"data.sources[{self.number}]"
 
 
 def plan_shards(source: SourceConfig, files: list[InputFile], shard_bytes: int, key: str) -> list[Shard]:
     """The source's shards, in order: each takes slices until it holds ``shard_bytes``.
 
-    Reads parquet footers and a Hugging Face dataset's file list, else nothing. ``key`` names the source in errors.
+    It reads only parquet footers and a Hugging Face dataset's file list. ``key`` names the source in errors.
     """
     if not reads_files(source):
         return [(Slice(source.path, "hub", i, i + 1, 0),) for i in range(count_hub_shards(source, key))]

@@ -1,4 +1,4 @@
-"""What a process of ``prepare`` is told to do, and how it tells how far it is."""
+"""The task of one worker process of ``prepare``, and the type of its progress reports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Report = Callable[[float, int, int], None]  # bytes of input, documents, tokens 
 
 
 class StoppedError(Exception):
-    """The parent asked for an end; another process failed."""
+    """Raised in a worker where the parent process has asked it to stop, since another worker failed."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class ShardTask:
     tokenizer: Path
     heldout_fraction: float
     bos_id: int | None  # the token that begins each document; None: none does
-    forced: tuple[int, str] | None = None  # (document, split): goes there whatever its hash
+    forced: tuple[int, str] | None = None  # (document, split): the document goes to that split whatever its hash
 
     @property
     def name_of_text(self) -> str:
-        """Names the shard's text in errors, where no one document can be named."""
+        """The shard's name in errors that concern no single document."""
         first, last = self.shard[0].path, self.shard[-1].path
         return f"{self.key}: {first}" if first == last else f"{self.key}: one of {first} to {last}"
 

@@ -1,4 +1,4 @@
-"""The training order: which sample each of its places has, and at which place of an epoch a sample comes.
+"""The training order: the sample at each of its places, and the place of a sample within an epoch.
 
 Stages deal the places to the sources (data/stages.py), and each source gives its samples in a new permutation every
 epoch (data/order.py). Shape letters: N places or samples.
@@ -11,11 +11,11 @@ import numpy as np
 from data.order import permutation_key, permute, unpermute
 from data.stages import Stages
 
-EPOCHS = 1 << 40  # more than a source has
+EPOCHS = 1 << 40  # more epochs than a source ever has
 
 
 class Shuffle:
-    """The order that follows from a seed, from stages and from how many samples each source has."""
+    """The training order given by a seed, the stages and the number of samples of each source."""
 
     def __init__(self, seed: int, stages: Stages, source_samples: Sequence[int]) -> None:
         self.seed, self.stages, self.source_samples = seed, stages, list(source_samples)
@@ -38,7 +38,7 @@ class Shuffle:
         return self._first_sample[source_N] + permute(sample_N, sizes_N, key_N)
 
     def places(self, source: int, epoch: int, sample_N: np.ndarray) -> np.ndarray:
-        """int64 [N]: after how many others of the source's epoch these of its samples come."""
+        """int64 [N]: the places of these samples of a source within its epoch, from 0."""
         return unpermute(sample_N, self.source_samples[source], self._key(source, epoch))
 
     def _key(self, source: int, epoch: int) -> np.ndarray:

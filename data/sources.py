@@ -1,4 +1,4 @@
-"""What a source's path means, and which files it stands for.
+"""The meaning of a source's path, and the input files that it stands for.
 
 A path is a file, a folder, a glob, ``hf://NAME``, or the PREFIX of token files. ``${python_stdlib}`` stands for the
 folder of Python's standard library, text that is on every machine with Python.
@@ -22,7 +22,7 @@ from data.tokenfile import is_token_file
 
 HUGGING_FACE = "hf://"
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "warc"]
-ENDINGS: dict[str, Kind] = {  # of names; all else is text
+ENDINGS: dict[str, Kind] = {  # a file name's ending -> its kind; any other file is text
     "jsonl": "jsonl",
     "jsonl.gz": "jsonl.gz",
     "jsonl.zst": "jsonl.zst",
@@ -52,12 +52,12 @@ class InputFile:
 
 
 def expand_path(path: str) -> str:
-    """The path with ``${python_stdlib}`` and ``~`` filled in."""
+    """The path with ``${python_stdlib}`` and ``~`` replaced."""
     return os.path.expanduser(path.replace("${python_stdlib}", sysconfig.get_path("stdlib")))
 
 
 def readable_stem(path: str) -> str:
-    """The part of a path that a person would know it by, fit for a folder's name."""
+    """A short name for a path, made of its last part: letters, digits and dashes, at most 40 characters."""
     parts = [part for part in path.removeprefix(HUGGING_FACE).split("/") if part and "*" not in part]
     letters = (c if c.isalnum() else "-" for c in (parts[-1] if parts else "text"))
     return "-".join(filter(None, "".join(letters).split("-")))[:40] or "text"
@@ -69,14 +69,14 @@ def is_hugging_face(source: SourceConfig) -> bool:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is the URL of token files on an object store, or wherever else fsspec reaches."""
+    """Whether a path is a URL of token files, on an object store or anywhere else that fsspec can open."""
     return "://" in path and not path.startswith(HUGGING_FACE)
 
 
 def reads_files(source: SourceConfig) -> bool:
-    """Whether the source's files are listed and read here: all raw ones but the datasets that ``datasets`` streams.
+    """Whether Roundtable itself lists and reads the source's files: it does so for raw sources that are not streamed.
 
-    A dataset that save_to_disk wrote is one of them: a list of Arrow files.
+    Hugging Face datasets are streamed by ``datasets``, except those that save_to_disk wrote: lists of Arrow files.
     """
     return is_raw(source) and (not is_hugging_face(source) or is_saved(_dataset_folder(source)))
 
@@ -86,16 +86,16 @@ def _dataset_folder(source: SourceConfig) -> Path:
 
 
 def is_raw(source: SourceConfig) -> bool:
-    """Whether the source is text that has to be prepared, and not the prefix of token files."""
+    """Whether the source is text that has to be prepared, rather than existing token files."""
     return is_hugging_face(source) or not (is_url(source.path) or is_token_file(expand_path(source.path)))
 
 
 def input_files(source: SourceConfig, key: str) -> list[InputFile]:
     """The source's files, sorted by path: this order fixes the documents' order. ``key`` names the source in errors.
 
-    For sources of which ``reads_files`` holds; a saved dataset's files come in its own order. A folder stands for every
-    file below it; hidden files and folders are left out, of globs too. A file with several names counts once. Raises
-    DataError where the path is none, where nothing matches, and for what cannot be read as a file.
+    The source must be one for which ``reads_files`` holds; a saved dataset's files come in its own order. A folder
+    stands for every file below it. Hidden files and folders are left out, also from globs. A file with several names
+    counts once. Raises DataError where the path is invalid, nothing matches, or something cannot be read as a file.
     """
     rule = why_no_path(source.path)
     if rule is not None:
@@ -115,7 +115,7 @@ def input_files(source: SourceConfig, key: str) -> list[InputFile]:
 
 
 def check_no_exclude(source: SourceConfig, key: str) -> None:
-    """Raises DataError where a Hugging Face dataset is to be read without some of its files, which are not ours."""
+    """Raises DataError where ``exclude`` is set for a Hugging Face dataset, whose files ``datasets`` chooses."""
     if source.exclude:
         rule = f"must be empty for path={source.path!r}, since datasets chooses the files that it reads"
         remedy = "leave it out, or give the folder with the files as path, without hf://"
@@ -129,10 +129,10 @@ def _all_named(path: str) -> list[str]:
 
 
 def place_within(source: SourceConfig, folder: str | Path, names: Sequence[str]) -> str | None:
-    """Where the folder, which need not be there yet, lies below what the source names, if it would read it.
+    """The folder's path relative to the source, if the source would read any of the files ``names`` in it; else None.
 
-    It would where it takes one of ``names``, paths of files within the folder. None where it takes none; so do datasets
-    of ``datasets``, which choose their own files.
+    ``names`` are paths within ``folder``, which need not exist yet. For Hugging Face datasets, which choose their own
+    files, it is None.
     """
     path = expand_path(source.path)
     if is_hugging_face(source) or not (os.path.isdir(path) or glob.has_magic(path)):

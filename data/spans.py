@@ -1,4 +1,4 @@
-"""Which documents samples are made of, and which samples are made of a document.
+"""The documents that samples consist of, and the samples that hold a given document.
 
 Shape letters: B samples, F fragments (a document's part in a sample).
 """
@@ -32,8 +32,8 @@ class DocumentPart:
     """A document's tokens among a sample's input."""
 
     row: int  # the sample's place among those that were asked for
-    first: int  # its first position in the sample, and the one after its last
-    stop: int
+    first: int  # its first position in the sample
+    stop: int  # the position after its last one
     source: str  # its name in metrics
     file: str  # a token file's prefix
     document: int  # its number in that file, from 0
@@ -50,9 +50,9 @@ def spans_of(dataset: Dataset, indices: np.ndarray) -> Iterator[Span]:
 
 
 def document_parts(dataset: Dataset, indices: np.ndarray) -> list[DocumentPart]:
-    """The parts of documents that these samples' input tokens are, sample after sample; no sample is there twice.
+    """The parts of documents that make up these samples' input tokens, sample after sample.
 
-    But for documents that are left out.
+    The samples must be distinct. Documents that data.without leaves out are not listed.
     """
     row_F, file_F, first_F, stop_F, offset_F = (each.tolist() for each in dataset.fragments(indices))
     found = []
@@ -80,5 +80,5 @@ def document_name(dataset: Dataset, file: int, document: int) -> str:
 
 
 def find_document(dataset: Dataset, name: str, key: str) -> Place:
-    """The document of this name: see ``DocumentNames.find``."""
+    """The document with the name SOURCE/FILE:NUMBER. Raises DataError, which calls it ``key``, where there is none."""
     return dataset.document_names.find(name, key)

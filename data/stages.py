@@ -1,8 +1,8 @@
 """The training order's stages: weights that change at given samples, and sources that end after a number of epochs.
 
-The order is cut into segments. A segment begins where a stage does, or where a source has given all that it may; in it
-the sources left are mixed anew by their weights (data/mixture.py). Where segments begin follows from the weights and
-the sources' sizes alone, so any sample's source is found at once.
+The order is divided into segments. A segment begins where a stage does, or where a source has reached its limit of
+epochs; within it the remaining sources are mixed anew by their weights (data/mixture.py). Where segments begin follows
+from the weights and the sources' sizes alone, so any sample's source is found at once.
 
 Shape letters: N the samples asked for.
 """
@@ -22,17 +22,17 @@ Weights = tuple[Fraction, ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the order that is mixed by one set of weights."""
+    """A part of the training order that is mixed by one set of weights."""
 
     first: int  # its first sample
-    stage: int  # from 0
-    weights: Weights  # of all sources; 0 for one that gives nothing here
-    sources: tuple[int, ...]  # those that give
-    before: tuple[int, ...]  # how many samples each source has given before it
+    stage: int  # its stage, from 0
+    weights: Weights  # of all sources; 0 for one that gives no samples here
+    sources: tuple[int, ...]  # the sources that give samples
+    before: tuple[int, ...]  # how many samples each source has given before the segment
 
     @cached_property
     def mixture(self) -> Tree | Table:
-        """Deals the segment's samples to ``sources``."""
+        """The mixture that deals the segment's samples to ``sources``."""
         return mixture_of(tuple(self.weights[source] for source in self.sources))
 
     @cached_property
@@ -42,7 +42,7 @@ class Segment:
         return tuple(weight / total for weight in self.weights)
 
     def given(self, n: int) -> list[int]:
-        """How many samples each source has given when the segment has had ``n``."""
+        """How many samples of the order each source has given after ``n`` samples of the segment."""
         counts = list(self.before)
         for source, count in zip(self.sources, self.mixture.given(n), strict=False):
             counts[source] += count
@@ -50,12 +50,12 @@ class Segment:
 
 
 class Stages:
-    """Deals the order's samples to sources. ``end`` is the number of samples there are; None: they never end."""
+    """Deals the training order's samples to sources. ``end`` is the number of all samples; None: they never end."""
 
     def __init__(self, stages: Sequence[tuple[int, Weights]], limits: Sequence[int | None] = ()) -> None:
-        """``stages``: each one's first sample, ascending from 0, and the weight of each source in it.
+        """``stages`` are pairs of a stage's first sample, ascending from 0, and the weight of each source in it.
 
-        ``limits``: the samples that each source may give in all.
+        ``limits`` are the most samples that each source may give in all; None: any number.
         """
         limits, self.n_stages = limits or [None] * len(stages[0][1]), len(stages)
         segment: Segment | None = _segment(stages, 0, (0,) * len(limits), limits)
@@ -107,13 +107,13 @@ class Stages:
         return segment.given(n - segment.first)
 
     def expected(self, n: int) -> list[Fraction]:
-        """What the weights make of the first ``n`` samples for each source, which ``given`` rounds."""
+        """Each source's exact share of the first ``n`` samples by the weights, which ``given`` rounds."""
         segment = self._segment_at(max(0, n - 1))
         shares = zip(segment.before, segment.shares, strict=True)
         return [before + (n - segment.first) * share for before, share in shares]
 
     def expected_at(self, source: int, count: int) -> Fraction | None:
-        """After how many samples the weights make ``count`` of them the source's; None where they never do."""
+        """The number of samples of which the source's share by the weights is ``count``; None where it never is."""
         stops = [segment.first for segment in self.segments[1:]] + [self.end]
         for segment, stop in zip(self.segments, stops, strict=True):
             share = segment.shares[source]
@@ -133,7 +133,7 @@ class Stages:
 def _segment(
     stages: Sequence[tuple[int, Weights]], first: int, before: tuple[int, ...], limits: Sequence[int | None]
 ) -> Segment:
-    """The segment that begins at ``first``, where each source has given ``before``."""
+    """The segment that begins at sample ``first``, after each source has given ``before`` samples."""
     stage = max(number for number, (start, _) in enumerate(stages) if start <= first)
     weights = tuple(
         weight if limit is None or given < limit else Fraction()
@@ -145,7 +145,7 @@ def _segment(
 def _next_segment(
     stages: Sequence[tuple[int, Weights]], segment: Segment, limits: Sequence[int | None]
 ) -> Segment | None:
-    """What follows a segment: the next stage, or the same one without a source that has given all; None: nothing."""
+    """The segment after another: the next stage, or the same one without a source at its limit; None: there is none."""
     ends = [start for start, _ in stages if start > segment.first][:1]
     for own, source in enumerate(segment.sources):
         limit = limits[source]
@@ -158,7 +158,7 @@ def _next_segment(
 
 
 def stages_of(config: DataConfig, sizes: Sequence[int]) -> Stages:
-    """The order's stages under this config. ``sizes``: the samples in one epoch of each source."""
+    """The training order's stages under this config. ``sizes`` are the samples in one epoch of each source."""
     limits = [
         None if source.max_epochs is None else max(1, int(weight_fraction(source.max_epochs) * size))
         for source, size in zip(config.sources, sizes, strict=True)
@@ -172,7 +172,7 @@ def stages_of(config: DataConfig, sizes: Sequence[int]) -> Stages:
 
 
 def weights_by_stage(config: DataConfig) -> list[tuple[int, Weights]]:
-    """Each stage's first sample, ascending from 0, and the weights as they are written."""
+    """(first sample, weights as written in the config) of each stage, ascending from sample 0."""
     own = tuple(weight_fraction(source.weight) for source in config.sources)
     listed = [
         (first_sample(stage, config.seq_len), tuple(map(weight_fraction, stage.weights))) for stage in config.stages
@@ -181,17 +181,17 @@ def weights_by_stage(config: DataConfig) -> list[tuple[int, Weights]]:
 
 
 def first_sample(stage: StageConfig, seq_len: int) -> int:
-    """The first sample of a stage: the one that begins at ``from_tokens`` or after it."""
+    """The first sample of a stage: the first one that begins at ``from_tokens`` or later."""
     return -(-stage.from_tokens // seq_len)
 
 
 def first_change(old: DataConfig, new: DataConfig) -> int | None:
-    """The first sample that two configs, alike but for their stages, weigh differently; None where there is none."""
+    """The first sample whose stage differs between two configs that are otherwise alike; None where there is none."""
     before, after = weights_by_stage(old), weights_by_stage(new)
     firsts = sorted({first for first, _ in before + after})
     return next((first for first in firsts if _shares(before, first) != _shares(after, first)), None)
 
 
 def _shares(stages: list[tuple[int, Weights]], number: int) -> tuple[int, Weights]:
-    """The stage that a sample lies in: where it begins, which decides how it is dealt, and its weights."""
+    """(first sample, weights) of the stage in which a sample lies; its first sample matters for dealing, too."""
     return next((first, weights) for first, weights in reversed(stages) if first <= number)

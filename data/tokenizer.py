@@ -28,25 +28,28 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-INFO = "roundtable.json"  # beside transformers' own files
+INFO = "roundtable.json"  # a TokenizerInfo, beside transformers' own files
 PREPARE = "run `roundtable prepare` with this config"
 SAMPLE_BYTES = 16_000_000  # text that a tokenizer is trained on, at most
-TRAINING = 1  # raised when training on the same sources would give another tokenizer
+TRAINING = 1  # a version, increased when training on the same sources would give another tokenizer
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What preparation needs to know of a tokenizer besides tokenizer.json."""
+    """What preparation needs to know about a tokenizer besides its tokenizer.json."""
 
     eos_id: int
     n_ids: int  # the largest id, plus one
-    fingerprint: str
+    fingerprint: str  # a hash of tokenizer.json and eos_id
     origins: list[str] = field(default_factory=list)  # folders that it is a copy of, by their absolute paths
-    bos_id: int | None = None  # of its bos_token, where it has one
+    bos_id: int | None = None  # the id of its bos_token, if it has one
 
 
 def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
-    """Where the config's tokenizer is kept, complete if it exists; None where there is nothing to tokenize with one."""
+    """The folder of the config's tokenizer, complete if it exists; None where no source needs a tokenizer.
+
+    Its name holds a hash of everything that fixes the tokenizer.
+    """
     if config.tokenizer is None:
         raw = [source for source in config.sources if is_raw(source)]
         if not raw:
@@ -65,13 +68,13 @@ def tokenizer_folder(config: DataConfig, vocab_size: int) -> Path | None:
         fixes = _hash_origin(origin) if os.path.isdir(origin) else f"hub/{config.tokenizer}"
         if any(source.chat is not None for source in config.sources):  # else a template changes no token
             fixes += "".join(hash_file(path) for path in sorted(origin.glob("chat_template*")) if path.is_file())
-        if config.add_bos:  # a copy that tells its id
+        if config.add_bos:  # a copy whose TokenizerInfo has bos_id
             fixes += "/bos"
     return Path(config.token_dir) / f"tokenizer-{name}-{xxhash.xxh3_64(fixes.encode()).hexdigest()}"
 
 
 def _copy_of(origin: Path, config: DataConfig, name: str) -> Path | None:
-    """The copy of a folder that is gone, as long as all copies that were made of it are one tokenizer; else None."""
+    """The copy of a folder that no longer exists, if all copies made of it are the same tokenizer; else None."""
     copies = {}
     for folder in sorted(Path(config.token_dir).glob(f"tokenizer-{glob.escape(name)}-*")):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
@@ -82,7 +85,7 @@ def _copy_of(origin: Path, config: DataConfig, name: str) -> Path | None:
 
 
 def _read_for_training(source: SourceConfig) -> list[Any]:
-    """What fixes the text that a tokenizer is trained on."""
+    """The settings of a source that fix the text on which a tokenizer is trained."""
     fixed = [expand_path(source.path), source.exclude, source.text_key, source.subset, source.split, source.weight]
     return fixed if source.chat is None else [*fixed, asdict(source.chat)]
 
@@ -90,7 +93,7 @@ def _read_for_training(source: SourceConfig) -> list[Any]:
 def load_tokenizer(config: DataConfig, vocab_size: int) -> "PreTrainedTokenizerFast | None":
     """The run's tokenizer as ``transformers`` loads it; None where the sources are token files and none is named.
 
-    Raises DataError where a tokenizer has to be trained first, or cannot serve (see ``check_tokenizer``).
+    Raises DataError where a tokenizer has to be trained first, or cannot be used (see ``check_tokenizer``).
     """
     folder = tokenizer_folder(config, vocab_size)
     if folder is None:
@@ -105,9 +108,10 @@ def load_tokenizer(config: DataConfig, vocab_size: int) -> "PreTrainedTokenizerF
 def check_tokenizer(
     tokenizer: "PreTrainedTokenizerFast", config: DataConfig, vocab_size: int
 ) -> "PreTrainedTokenizerFast":
-    """Returns the tokenizer, which is the one that the config names. Raises DataError where it cannot serve.
+    """Returns the tokenizer that the config names. Raises DataError where it cannot be used.
 
-    It must be a fast one that marks the end of a text, and its beginning for data.add_bos, and not have too many ids.
+    It must be a fast tokenizer with an eos_token, and with a bos_token for data.add_bos, and its ids must be below
+    ``vocab_size``.
     """
     found = f"data.tokenizer={config.tokenizer!r}"
     if not tokenizer.is_fast:
@@ -124,15 +128,15 @@ def check_tokenizer(
 
 
 def no_bos(found: str) -> DataError:
-    """The refusal of a tokenizer that marks no beginning of a text, where data.add_bos asks for one."""
+    """The refusal of data.add_bos with a tokenizer that has no bos_token; ``found`` names the tokenizer."""
     remedy = "set bos_token in its tokenizer_config.json, or data.add_bos to false"
     return refuse(f"data.add_bos=true: {found}", "has no bos_token, which begins each document", remedy)
 
 
 def bos_id_of(config: DataConfig, folder: Path, found: str | None = None) -> int | None:
-    """The token that begins each document by data.add_bos, None where none does. ``folder``: the tokenizer's.
+    """The id of the token that begins each document by data.add_bos; None where data.add_bos is false.
 
-    Raises DataError where it has none. ``found`` is what errors call it.
+    ``folder`` is the tokenizer's, which errors call ``found``. Raises DataError where it has no such token.
     """
     if not config.add_bos:
         return None
@@ -143,7 +147,7 @@ def bos_id_of(config: DataConfig, folder: Path, found: str | None = None) -> int
 
 
 def after_bos(ids: list[int], bos_id: int | None) -> list[int]:
-    """A text's tokens, behind ``bos_id`` where that is one and they do not begin with it."""
+    """A text's tokens with ``bos_id`` in front, unless that is None or they begin with it already."""
     return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
 
@@ -180,7 +184,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path, origin: s
 
 
 def add_origin(folder: Path, origin: str) -> None:
-    """Records in the tokenizer's directory that the folder ``origin`` is the same one, so that it may go."""
+    """Records in the tokenizer's directory that it is a copy of the folder ``origin``, which may then be removed."""
     info = read_info(folder)
     more = [each for each in _folder_named(origin) if each not in info.origins]
     if not more:
@@ -194,13 +198,13 @@ def add_origin(folder: Path, origin: str) -> None:
 
 
 def _folder_named(origin: str | None) -> list[str]:
-    """The absolute path of the folder that is meant, if it is one."""
+    """The absolute path of ``origin`` in a list, if it is a folder; else an empty list."""
     named = Path(expand_path(origin)) if origin is not None else None
     return [os.path.abspath(named)] if named is not None and named.is_dir() else []
 
 
 def read_info(folder: Path) -> TokenizerInfo:
-    """What ``save_tokenizer`` recorded. Raises DataError where it is damaged."""
+    """The info that ``save_tokenizer`` wrote. Raises DataError where it is damaged."""
     try:
         return _read_info(folder)
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -220,9 +224,9 @@ def _read_info(folder: Path) -> TokenizerInfo:
 
 
 def check_kept(folder: Path, found: str, vocab_size: int, remedy: str) -> None:
-    """Raises DataError where the files that ``save_tokenizer`` wrote have become such that text cannot be tokenized.
+    """Raises DataError where a folder that ``save_tokenizer`` wrote can no longer tokenize for this vocabulary.
 
-    ``found`` is what the user named. They may be anyone's: a copy in a checkpoint.
+    It may be a copy from an untrusted place, such as a checkpoint. ``found`` is what the user named, for errors.
     """
     vocab = read_vocab(folder, found, remedy)
     try:
@@ -234,7 +238,7 @@ def check_kept(folder: Path, found: str, vocab_size: int, remedy: str) -> None:
 
 
 def read_vocab(folder: Path, found: str, remedy: str) -> dict[str, int]:
-    """Each token's id. Raises DataError where the folder, which may be anyone's, holds no usable tokenizer.json."""
+    """Token -> id. Raises DataError where the folder, which may be untrusted, holds no usable tokenizer.json."""
     check_files(folder, found)
     try:
         return load_fast(folder).get_vocab()
@@ -255,9 +259,9 @@ def load_fast(folder: Path) -> "Tokenizer":
 
 @contextlib.contextmanager
 def making_tokens(found: str) -> Iterator[None]:
-    """Around calls of the tokenizer: raises DataError where a text has a part that it has no token for.
+    """A context for calls of a tokenizer that raises DataError where a text has a part without a token.
 
-    That is so for words, or unigram pieces, without an unk_token. ``found`` is what errors call the text.
+    That happens in tokenizers of words or unigram pieces without an unk_token. ``found`` is what errors call the text.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""A tokenizer's folder, which may come from anyone: looked at first, then loaded. Nothing in it is ever run.
+"""Loading a tokenizer's folder, which may be untrusted: its files are checked first, and no code in it is ever run.
 
-``transformers`` can be led to import Python files that a tokenizer names under ``auto_map``; Roundtable never lets it,
-and says so. ``transformers`` and ``huggingface_hub`` are imported only when a tokenizer is loaded.
+``transformers`` can be made to import Python files that a tokenizer names under ``auto_map``; Roundtable refuses such
+folders. ``transformers`` and ``huggingface_hub`` are imported only when a tokenizer is loaded.
 """
 
 import json
@@ -15,7 +15,7 @@ from data.hub import why_unreachable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# What fixes a tokenizer's tokens; model weights beside them do not.
+# The files that determine a tokenizer's tokens; model weights beside them do not.
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model")
 FETCHED_FILES = (*TOKENIZER_FILES, "config.json", "chat_template*", "*.tiktoken", "tekken.json")
 NAMING_CODE = ("tokenizer_config.json", "config.json")
@@ -26,8 +26,8 @@ REMEDY = "name a tokenizer's folder or hub name, or null to train one"
 def load_folder(folder: Path, found: str, remedy: str = REMEDY) -> "PreTrainedTokenizerFast":
     """The tokenizer of this folder as ``transformers`` loads it, without running any code of the folder's.
 
-    ``found`` is what the user named, for errors, and ``remedy`` what else to name. Raises DataError where a file names
-    code, is broken, is too large or is no regular file, and where ``transformers`` cannot load it. Fetches nothing.
+    ``found`` is what the user named, for errors, and ``remedy`` what to do instead. Raises DataError where a file names
+    code, is broken, is too large or is no regular file, and where ``transformers`` cannot load it. Downloads nothing.
     """
     check_files(folder, found)
     from transformers import AutoTokenizer
@@ -44,9 +44,9 @@ def load_folder(folder: Path, found: str, remedy: str = REMEDY) -> "PreTrainedTo
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """The folder that holds a copy of the hub's tokenizer ``name``: from the hub, or cached if that is out of reach.
+    """The local folder with a copy of the hub's tokenizer ``name``: downloaded, or cached if the hub is unreachable.
 
-    Fetches files of known kinds only, no code. Raises DataError, within seconds, where there is none.
+    It downloads files of known kinds only, no code. Raises DataError, within seconds, where there is neither.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -92,7 +92,7 @@ def _check_kind(path: Path, found: str) -> None:
 
 
 def _read_json(path: Path, found: str) -> Any:
-    """What a JSON file holds. Raises DataError where it is not JSON that can be written again as it is."""
+    """A JSON file's content. Raises DataError where it is not JSON that could be written again unchanged."""
     try:
         tree = json.loads(path.read_bytes())
         json.dumps(tree, ensure_ascii=False).encode()  # a lone surrogate would fail in the middle of saving
@@ -104,7 +104,7 @@ def _read_json(path: Path, found: str) -> Any:
 
 
 def _code_named(tree: dict[str, Any]) -> str | None:
-    """The tokenizer's class that ``auto_map`` would have imported from a file; None where there is none."""
+    """The tokenizer class for which ``auto_map`` names code; None where it names none."""
     named = tree.get("auto_map")
     if isinstance(named, dict):
         named = named.get("AutoTokenizer")
@@ -112,7 +112,7 @@ def _code_named(tree: dict[str, Any]) -> str | None:
 
 
 def _refuse_loading(folder: Path, found: str, error: Exception, remedy: str) -> DataError:
-    """The refusal, naming tokenizer.json where that file alone cannot be loaded either."""
+    """The refusal of a folder that cannot be loaded; it names tokenizer.json where that file alone fails too."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"

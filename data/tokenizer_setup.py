@@ -14,16 +14,16 @@ from data.tokenizer import SAMPLE_BYTES, add_origin, check_tokenizer, load_origi
 from data.trained_tokenizers import train_tokenizer
 from data.workers import run_in_processes
 
-SAMPLE_SHARDS = 16  # of each source, evenly spaced: a sample of a large corpus must not read all of it
+SAMPLE_SHARDS = 16  # shards read of each source, evenly spaced, so that sampling a large corpus stays cheap
 PlannedSource = tuple[SourceConfig, list[Shard], str]
 
 
 def set_up_tokenizer(config: DataConfig, vocab_size: int, sources: Sequence[PlannedSource]) -> Path | None:
-    """The tokenizer's folder, filled if it was not there; None where nothing needs one.
+    """The tokenizer's folder, created if it did not exist; None where no source needs a tokenizer.
 
-    ``sources``: the raw sources with their shards and the keys that name them in errors. Training takes a process of
-    its own, for the library's threads would make forking this one unsafe. Raises DataError where the tokenizer named
-    cannot serve, with nothing created.
+    ``sources`` are the raw sources with their shards and the keys that name them in errors. Training runs in a separate
+    process, since the library's threads would make forking this one unsafe. Raises DataError where the named tokenizer
+    cannot be used; nothing is created then.
     """
     folder = tokenizer_folder(config, vocab_size)
     if folder is None:
@@ -46,9 +46,10 @@ def _train(config: DataConfig, sources: list[PlannedSource], vocab_size: int, fo
 
 
 def sample_documents(sources: list[PlannedSource]) -> Iterator[str]:
-    """Documents of all sources, about SAMPLE_BYTES in all, shared out by weight; the same ones every time.
+    """A sample of documents of all sources, about SAMPLE_BYTES in all, divided by the sources' weights.
 
-    A document is kept by the hash of its text, at the rate that fills the share from the shards looked at.
+    Documents are chosen by the hash of their text, so the sample is the same every time, at the rate that yields a
+    source's share from the shards that are read.
     """
     total_weight = sum(source.weight for source, _, _ in sources)
     for source, shards, key in sources:
@@ -60,7 +61,7 @@ def sample_documents(sources: list[PlannedSource]) -> Iterator[str]:
 
 
 def _sample_source(source: SourceConfig, shards: list[Shard], key: str, share: float, rate: float) -> Iterator[str]:
-    """The documents whose hash lies in the lowest part ``rate``, each shard giving up to its part of ``share``."""
+    """The documents with a hash in the lowest fraction ``rate``, up to an equal part of ``share`` from each shard."""
     for shard in shards:
         left = share / len(shards)
         for text, _ in read_documents(source, shard, key):

@@ -1,4 +1,4 @@
-"""Writes one token file, a document at a time, in constant memory."""
+"""Writing a token file, one document at a time, in constant memory."""
 
 import os
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ CHUNK = 1 << 16  # entries of the .idx in memory at once
 
 
 class TokenFileWriter:
-    """Documents in, PREFIX.bin and PREFIX.idx out, each one sequence of its own.
+    """Writes documents into PREFIX.bin and PREFIX.idx, each as one sequence.
 
-    All files are written under other names; ``finish`` syncs and renames them, ``abort`` deletes them, and a killed
-    process leaves nothing under PREFIX. The lengths go straight to their place in the .idx; what precedes and follows
-    them there is written by ``finish``. Raises OSError where the disk is full.
+    All files are written under temporary names; ``finish`` syncs and renames them, ``abort`` deletes them, and a killed
+    process leaves nothing under PREFIX. Lengths are written to their place in the .idx at once, and the rest of it by
+    ``finish``. Raises OSError where the disk is full.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype, *, has_mask: bool = False) -> None:
-        """``has_mask``: PREFIX.mask, too, which says which tokens are targets."""
+        """``has_mask``: also writes PREFIX.mask, which says which tokens are targets."""
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self._paths = (bin_path(prefix), idx_path(prefix), *([mask_path(prefix)] if has_mask else []))
         self._partials = tuple(path.with_name(f"{path.name}.{partial_suffix()}") for path in self._paths)
@@ -43,7 +43,7 @@ class TokenFileWriter:
         self.largest_id = -1
 
     def add(self, ids: Sequence[int] | np.ndarray, is_target: np.ndarray | None = None) -> None:
-        """Appends one document (fewer than 2**31 tokens). ``is_target``, bool: which of them are; None: all."""
+        """Appends one document of fewer than 2**31 tokens. ``is_target`` (bool) says which are targets; None: all."""
         wide = np.asarray(ids, np.int64)
         if len(wide):
             largest = int(wide.max())
@@ -59,7 +59,7 @@ class TokenFileWriter:
         self.n_documents += 1
 
     def finish(self) -> FileRecord:
-        """Completes the files under their own names, durably."""
+        """Completes the files and renames them, durably; returns their record."""
         self._write_index()
         self._idx.flush()
         masked: dict[str, Any] = {}

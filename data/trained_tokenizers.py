@@ -1,7 +1,7 @@
-"""Tokenizers trained on the sources: of bytes, so exact on any text, whatever they learn.
+"""Training byte-level tokenizers on the sources: they represent any text exactly, whatever they learn.
 
-Text is taken as the bytes of its UTF-8, cut before words as GPT-2's tokenizer does. All bytes are in the vocabulary, so
-that no text is unknown and tokens give back what they were made of.
+Text is the bytes of its UTF-8, split before words as GPT-2's tokenizer does. All bytes are in the vocabulary, so that
+no text is unknown, and decoding gives back the text that was tokenized.
 """
 
 import json
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES_AND_END = 257  # the smallest vocabulary of a byte-level tokenizer
-UNSEEN_PENALTY = 10.0  # of a log-probability
-LONGEST_WORD = 64  # bytes, for WordPiece: it looks for the longest piece at each place, which is quadratic in a word
+UNSEEN_PENALTY = 10.0  # by how much a byte's log-probability is below the least likely piece's
+LONGEST_WORD = 64  # bytes, for WordPiece: searching the longest piece at each place is quadratic in a word's length
 
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, model: TokenizerModel = "bpe", special_tokens: Sequence[str] = ()
 ) -> "PreTrainedTokenizerFast":
-    """A tokenizer of at most vocab_size ids (fewer where the text has too little to learn from).
+    """A tokenizer of at most vocab_size ids, trained on the texts; it has fewer ids where they are too short.
 
-    The end of text is id 0, then come ``special_tokens``, then bytes and what is learned. ``bpe`` merges the most
-    frequent pairs (Sennrich et al. 2016); ``wordpiece`` learns the same way and takes the longest piece first, without
-    a mark on pieces inside a word, which begins with its space; ``unigram`` keeps the pieces that explain the text best
-    (Kudo 2018) and takes the likeliest ones.
+    The end of text is id 0, then come ``special_tokens``, then bytes and learned pieces. ``bpe`` merges the most
+    frequent pairs (Sennrich et al. 2016). ``wordpiece`` learns in the same way and tokenizes with the longest piece
+    first, without a mark on pieces inside a word, since words begin with their space. ``unigram`` keeps the pieces that
+    explain the text best, and tokenizes with the most likely ones (Kudo 2018).
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -64,11 +64,11 @@ def train_tokenizer(
 
 
 def complete_pieces(learned: list[tuple[str, float]], options: dict[str, Any]) -> list[tuple[str, float]]:
-    """The pieces of a unigram model with all bytes among them, in an order that follows from pieces and scores alone.
+    """A unigram model's (piece, score) pairs with all bytes added, in an order that depends on pieces and scores alone.
 
-    Special tokens come first, then what is learned from the likeliest on. Bytes that were not learned are far less
-    likely than any piece; where there is no room for them, the unlikeliest longer pieces go. Scores are rounded, since
-    the trainer sums in no fixed order.
+    Special tokens come first, then pieces from the most likely on. Bytes that were not learned get a far lower score
+    than any piece; where there is no room for them, the least likely longer pieces are dropped. Scores are rounded,
+    since the trainer sums them in no fixed order.
     """
     from tokenizers import pre_tokenizers
 

@@ -1,11 +1,11 @@
-"""Documents that a run never sees: the list of them in a file, and where they lie in its windows of tokens.
+"""Documents that are left out of a run: the file that lists them, and finding them in windows of tokens.
 
-A list is JSON lines. Each names one document as `roundtable data show` does, SOURCE/FILE:NUMBER, and may say which
-tokens of that file it is, half-open; then they have to be:
+A list has one JSON object a line. Each names one document as `roundtable data show` does, SOURCE/FILE:NUMBER, and may
+state its half-open range of tokens in that file, which must then be right:
 
     {"document": "books/train-00000:17", "tokens": [340, 412]}
 
-Other fields are for the reader. Shape letters: B samples, L documents' parts that are left out.
+Other fields are ignored. Shape letters: B samples, L documents' parts that are left out.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from data.document_names import DocumentNames
 from data.errors import DataError, problem, reason_of, refuse
 from data.tokenfile import TokenFile
 
-LARGEST_BYTES = 1 << 24  # of a list: some 200,000 documents
+LARGEST_BYTES = 1 << 24  # the largest size of a list: some 200,000 documents
 WRITE_ONE = "give a list as `roundtable blame --leave-out` writes it"
 PREPARE_AGAIN = "give the list that was made for these token files"
 
@@ -47,9 +47,9 @@ class LeftOut:
 
 
 def read_list(path: str | Path, key: str) -> list[Listed]:
-    """The documents that a file lists, in its order. ``key`` is what the user gave the file as.
+    """The documents that a file lists, in its order. ``key`` is the option or key by which the user named the file.
 
-    Raises DataError where it is no list.
+    Raises DataError where the file is missing or no such list.
     """
     path = Path(path)
     try:
@@ -63,7 +63,7 @@ def read_list(path: str | Path, key: str) -> list[Listed]:
 
 
 def parse_list(content: bytes, found: str) -> list[Listed]:
-    """The documents that these bytes list. ``found`` is what they were read from, for errors: raises DataError."""
+    """The documents that these bytes list. Raises DataError where they are no list; ``found`` names their origin."""
     if len(content) > LARGEST_BYTES:
         raise refuse(found, f"must have at most {LARGEST_BYTES:,} bytes", WRITE_ONE)
     listed = []
@@ -96,27 +96,27 @@ def _parse_line(line: bytes) -> Listed | None:
 
 
 def list_text(documents: Iterable[LeftOut], more: Iterable[dict[str, Any]] | None = None) -> str:
-    """The content of a file that lists these documents; ``more`` are further fields of each."""
+    """The content of a file that lists these documents; ``more`` are further fields of each line."""
     rows = [{"document": each.document, "tokens": [each.first, each.stop]} for each in documents]
     further = [{} for _ in rows] if more is None else more
     return "".join(json.dumps(row | beside) + "\n" for row, beside in zip(rows, further, strict=True))
 
 
 def hash_of_list(listed: Iterable[Listed]) -> str:
-    """sha256 of which documents are listed, in whatever order, once or twice; "" for none."""
+    """sha256 of the set of listed documents, independent of order and repetition; "" for none."""
     names = sorted({each.document for each in listed})
     return hashlib.sha256("\n".join(names).encode()).hexdigest() if names else ""
 
 
 def hash_of_file(path: str | None) -> str:
-    """``hash_of_list`` of the file that data.without names; "" where it names none. Raises DataError."""
+    """``hash_of_list`` of the file that data.without names; "" for None. Raises DataError where it is no list."""
     return hash_of_list(read_list(path, "data.without")) if path is not None else ""
 
 
 def find_listed(names: DocumentNames, listed: Iterable[Listed], key: str) -> list[LeftOut]:
-    """Where the listed documents lie, in the order of the files, each once.
+    """The listed documents with their places in the token files, each once, in the order of the files.
 
-    Raises DataError with a line for each (at most five) that is not there, or that is of other tokens there.
+    Raises DataError with a line for each (at most five) that does not exist, or whose tokens are not those listed.
     """
     found, problems = {}, []
     for each in listed:
@@ -137,14 +137,14 @@ def find_listed(names: DocumentNames, listed: Iterable[Listed], key: str) -> lis
 
 
 def file_problem(path: str) -> str | None:
-    """The line on a data.without that is no file; None where it is one. Does not read it."""
+    """The line about a data.without that is no file; None where it is one. The file is not read."""
     if os.path.isfile(path):
         return None
     return problem(f"data.without={path!r}", "must be a file that lists documents, and is none", WRITE_ONE)
 
 
 class LeftOutParts:
-    """Finds the parts of left-out documents in windows: of all files laid end to end, by two searches."""
+    """Finds the parts of left-out documents in windows of tokens, by two binary searches for each window."""
 
     def __init__(self, files: Sequence[TokenFile], documents: Sequence[LeftOut] = ()) -> None:
         self.documents = tuple(documents)
@@ -154,7 +154,7 @@ class LeftOutParts:
         self._first_L, self._stop_L = held.T.copy()  # documents do not overlap, so both ascend
 
     def within(self, file_B: np.ndarray, start_B: np.ndarray, length_B: np.ndarray) -> np.ndarray:
-        """int64 [3, L]: the window, the first token in it and the one after the last, of each part that is left out.
+        """int64 [3, L]: the window, the first token in it and the end, of each part of a document that is left out.
 
         Sorted by window and token. Window b holds ``length_B[b]`` tokens of file ``file_B[b]`` from ``start_B[b]`` on.
         """

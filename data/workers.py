@@ -1,7 +1,7 @@
-"""Shards spread over processes.
+"""Running tasks, such as the shards of a corpus, on several processes.
 
-Processes are spawned, not forked (the parent may hold threads), and are ended when the parent is killed. What ends them
-takes no lock: one that a stopped worker holds, or that a handler of signals leaves taken, would be waited for for ever.
+Processes are spawned, not forked (the parent may have threads), and end when the parent is killed. Ending them takes no
+lock, since a stopped worker may hold one, or an interrupted signal handler may have left one taken, forever.
 """
 
 import ctypes
@@ -24,18 +24,19 @@ from data.shardtask import Report, ShardTask, StoppedError
 from data.shardwriter import ShardRecord, write_shard
 
 POLL_SECONDS = 0.1
-END_SECONDS = 5.0  # a worker that is stopped, or stuck in a file system, is not waited for longer
+END_SECONDS = 5.0  # a worker that does not end within this time (stopped, or stuck in a file system) is killed
 PR_SET_PDEATHSIG = 1
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # whose handlers raise, where set
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # their handlers, if set, raise
 ShardFunction = Callable[[Any, Report, Callable[[], bool]], Any]  # (task, report, stopped)
 _reports: "SimpleQueue[tuple[float, int, int]] | None" = None  # of this worker process
-_stop: Connection | None = None  # holds a byte, which nobody reads, once work is to stop
+_stop: Connection | None = None  # readable (it holds a byte that nobody reads) once work is to stop
 
 
 def write_shards(tasks: Sequence[ShardTask], workers: int | None, report: Report) -> list[ShardRecord]:
-    """Writes all shards on ``workers`` processes (None: as many as cores), calling ``report`` here as they progress.
+    """Writes all shards on ``workers`` processes (None: one for each core); returns their records, in any order.
 
-    Raises the first DataError of a shard after the others have stopped; finished shards stay.
+    ``report`` is called in this process as they progress. Raises the first DataError of a shard after the others have
+    stopped; finished shards stay.
     """
     return run_shards(write_shard, tasks, workers, report)
 
@@ -46,14 +47,20 @@ def run_shards(
     workers: int | None,
     report: Report,
 ) -> list[Any]:
-    """The results of ``function(task, report, stopped)`` for all tasks; as ``write_shards``."""
+    """The results of ``function(task, report, stopped)`` for all tasks, in any order, on ``workers`` processes.
+
+    ``report`` is called in this process with the tasks' progress; ``stopped()`` tells a task to raise StoppedError.
+    """
     return run_in_processes(_run_one, [(function, task) for task in tasks], workers, report)
 
 
 def run_in_processes(
     function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], workers: int | None, report: Report
 ) -> list[Any]:
-    """The results of ``function(*arguments[i])``, in no particular order."""
+    """The results of ``function(*arguments[i])`` for all i, in any order, computed on ``workers`` processes.
+
+    Raises the first exception of a call, and DataError where a process was killed.
+    """
     arguments = list(arguments)
     if not arguments:
         return []
@@ -86,9 +93,10 @@ def run_in_processes(
 
 @contextmanager
 def _handlers_wait() -> Iterator[Callable[[], None]]:
-    """Within, a signal's handler runs where the value is called, and at a good end; in the main thread, which hears.
+    """A context in which signal handlers are deferred until the returned function is called, or until it ends well.
 
-    What it raises anywhere else could leave the lock of a future taken, for which the pool's own thread would wait.
+    An exception raised by a handler at any other place could leave the lock of a future taken, for which the pool's own
+    thread would wait. Only the main thread defers handlers.
     """
     arrived: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -112,7 +120,7 @@ def _handlers_wait() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Within, Ctrl-C waits here, and in the processes started here for ever: this one hears it and ends them."""
+    """A context in which Ctrl-C is deferred; processes started within never receive it, since this one ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -140,14 +148,14 @@ def _collect(
 
 
 def _begin(reports: "SimpleQueue[tuple[float, int, int]]", stop: Connection, n_threads: int) -> None:
-    """Runs first in each worker process."""
+    """Initializes a worker process: its queue, its number of threads, and its end with the parent process."""
     global _reports, _stop
     _reports, _stop = reports, stop
     os.environ["RAYON_NUM_THREADS"] = str(n_threads)  # the tokenizers library's threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if n_threads > 1 else "false"
-    if sys.platform == "linux":  # a worker that is stopped, or in native code, is ended too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that has begun it and waits
-    threading.Thread(target=_end_with_parent, daemon=True).start()  # elsewhere, and where it has ended already
+    if sys.platform == "linux":  # this also ends a worker that is stopped, or in native code
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the parent's thread that started it ends
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # on other systems, and if the parent has ended
 
 
 def _end_with_parent() -> None:

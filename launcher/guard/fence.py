@@ -39,7 +39,7 @@ class Fence:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which this process may change the run directory: the fence is locked and holds this start's token.
+        """A context in which this process may change the run directory: it is locked, and no later start has begun.
 
         Raises StaleRun where a later start has increased it or the file was removed or changed, and OSError where the
         lock is not free within LOCK_SECONDS.

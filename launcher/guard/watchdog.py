@@ -93,7 +93,7 @@ class Watchdog:
     # The main thread's calls.
 
     def beat(self, step: int, phase: str) -> None:
-        """Records that the main thread begins ``phase`` of ``step``, or makes progress in it, and logs queued events."""
+        """Records that the main thread begins ``phase`` of ``step`` or makes progress in it, and logs queued events."""
         now = time.monotonic()
         if self.phase == STEP and (step, phase) != (self.step, STEP):
             self.steps_done += 1
@@ -359,7 +359,7 @@ class Watchdog:
         self.leave(verdict.exit_code)
 
     def end_by(self, verdict: Verdict) -> None:
-        """On another rank than 0: writes its stacks, sends its report to rank 0, and ends once rank 0 has told the user."""
+        """On ranks other than 0: writes stacks, sends a report to rank 0, and ends once rank 0 has told the user."""
         heart = self.heart
         assert heart is not None
         report = self.write_report(verdict)
