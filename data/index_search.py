@@ -43,8 +43,8 @@ class Column:
 def find_starts(file: TokenFile, start_B: np.ndarray, stop_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(row_F, offset_F): the window, and the offset from its start, of each document that begins inside a window.
 
-    Window b is the tokens [start_B[b], stop_B[b]) of the file; a document at its very first token is not listed.
-    Sorted by window. Raises DataError where the .idx contradicts itself near a window.
+    Window b is the tokens [start_B[b], stop_B[b]) of the file; a document that begins with the window's first token is
+    not listed. Sorted by window. Raises DataError where the .idx contradicts itself near a window.
     """
     pointers, lengths, indices = (Column(each) for each in file.index_arrays)
     size, n_bytes = file.dtype.itemsize, file.n_tokens * file.dtype.itemsize

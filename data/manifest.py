@@ -1,7 +1,7 @@
-"""What preparation leaves behind besides tokens: a record for each shard, and a manifest, written last.
+"""The JSON files that preparation writes besides tokens: a record for each shard, and at last a manifest.
 
-A folder without a manifest is unfinished. All JSON is written to another name, synced and renamed, so a torn file is
-never seen under its own name.
+A folder without a manifest is unfinished. All JSON is written under a temporary name, synced and renamed, so that a
+half-written file never appears under its own name.
 """
 
 import json
@@ -18,18 +18,18 @@ from data.errors import problem, refuse
 from data.partial import written_whole
 from data.tokenfile import bin_path, idx_path, mask_path
 
-FORMAT = 1  # of the folder; raised when the same input would give other bytes
-MASKED_FORMAT = 2  # of a folder with masks of targets, which readers that know no masks refuse
+FORMAT = 1  # version of the folder, increased when the same input would give other bytes
+MASKED_FORMAT = 2  # version of a folder with masks of targets, so that readers which know no masks refuse it
 MANIFEST = "manifest.json"
 INPUTS = "inputs.json"
 CLEANED_FROM = "cleaned_from.json"
-# left out where they are null: what is said of masks, and of cleaning
+# fields left out where they are null: those on masks and on cleaning
 ABSENT = ("n_targets", "mask_bytes", "mask_xxh3", "cleaning")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One token file: its name within the folder (without .bin and .idx), what it holds and what its bytes hash to."""
+    """One token file: its name within the folder (without .bin and .idx), its content's counts, sizes and hashes."""
 
     name: str
     n_tokens: int
@@ -53,14 +53,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SourceManifest:
-    """A prepared source. ``train`` and ``heldout`` list its token files in order."""
+    """The manifest of a prepared source. ``train`` and ``heldout`` list its token files in order."""
 
     format: int
     inputs_xxh3: str  # of inputs.json: the corpus's files and sizes
     largest_id: int
     train: tuple[FileRecord, ...]
     heldout: tuple[FileRecord, ...]
-    # where the corpus was cleaned: documents that came in, kept, dropped and changed by reason, and by which settings
+    # if the corpus was cleaned: counts of documents read, kept, dropped by reason and changed by stage, and the folder
     cleaning: dict[str, Any] | None = None
 
     def files(self) -> tuple[FileRecord, ...]:
@@ -69,7 +69,7 @@ class SourceManifest:
 
 
 def as_tree(record: Any) -> dict[str, Any]:
-    """A manifest or a record of files as JSON has it: ABSENT is left out where it is null."""
+    """A manifest or a record of files as a dict for JSON, in which null fields of ABSENT are left out."""
     return asdict(record, dict_factory=_without_absent)
 
 
@@ -78,13 +78,13 @@ def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Writes the tree, atomically and durably."""
+    """Writes the tree as JSON, atomically and durably."""
     with written_whole(path) as file:
         file.write(json.dumps(tree, indent=1).encode() + b"\n")
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Deletes the partial files and folders in ``folder`` of this machine's processes that are no more."""
+    """Deletes partial files and folders in ``folder`` that processes of this machine left which no longer live."""
     for partial in folder.glob("*.partial-*"):
         node, _, pid = partial.name.partition(".partial-")[2].rpartition("-")
         if node == os.uname().nodename and not Path(f"/proc/{pid}").exists():
@@ -95,7 +95,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def write_source_manifest(folder: Path, manifest: SourceManifest) -> None:
-    """The last act of preparing a source."""
+    """Writes the folder's manifest, the last step of preparing a source."""
     write_json(folder / MANIFEST, as_tree(manifest))
 
 

@@ -140,7 +140,7 @@ def mixture_of(weights: tuple[Fraction, ...]) -> Tree | Table:
 
 
 def _earliest_deadlines(parts: Sequence[int]) -> list[int]:
-    """The source of each sample of a period: of the items that may come next, always the one with the first deadline."""
+    """The source of each sample of a period: of the items that may come next, the one with the first deadline."""
     period = sum(parts)
     order: list[int] = []
     waiting: dict[int, list[int]] = {0: [*range(len(parts))]}  # sample -> sources whose next item may come from it on

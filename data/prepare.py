@@ -81,7 +81,7 @@ def prepare(
 def _carry_out(
     config: DataConfig, plans: list[Plan], vocab_size: int, progress: Report | None, task: tuple[int, int]
 ) -> Prepared | None:
-    """Makes cleaned texts, the tokenizer, this task's shards and the manifests; None while other tasks are unfinished."""
+    """Makes cleaned texts, the tokenizer, this task's shards and manifests; None while other tasks are unfinished."""
     if config.cleaning is not None:
         cleaned = _clean(config, plans, progress, task)
         if cleaned is None:

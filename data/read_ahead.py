@@ -1,7 +1,7 @@
-"""The samples of the next steps, read by a thread while the present one is computed.
+"""Reading the samples of the next steps ahead, by a thread, while the present step is computed.
 
-Which samples these are follows from the order of the data alone, so what is read ahead is what the dataset gives when
-it is asked later. A step asks as it would ask the dataset; a guess that was wrong is never handed out.
+The training order alone determines these samples, so reading ahead gives what the dataset would give later. A step
+makes the same requests as to the dataset; samples that were read ahead for other steps are never handed out.
 """
 
 import os
@@ -20,36 +20,39 @@ from data.dataset import Dataset
 from data.errors import DataError, UnreadObject, reason_of
 
 Prepared = TypeVar("Prepared")
-LOOK_SECONDS = 1.0  # a thread that has died says nothing, so it is looked for
-CLOSE_SECONDS = 5.0  # a thread that a disk holds for longer is left to end with the process
+LOOK_SECONDS = 1.0  # how often a waiting step checks that the thread, which may have died, still lives
+CLOSE_SECONDS = 5.0  # a thread that a disk blocks for longer is left to end with the process
 
 
 class UnreadSamples(Exception):
-    """A step's samples could not be read, through no fault of the data's or a store's: the disk's, say. One line."""
+    """Raised where a step's samples could not be read for another reason than bad data or a store, such as the disk.
+
+    The message is one line.
+    """
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a step asks for: how many targets and tokens its samples have, or some samples themselves."""
+    """A step's request: to count its samples' targets and tokens, or to read some of its samples."""
 
     kind: Literal["count", "read"]
-    samples: bytes  # their numbers, int64
+    samples: bytes  # the samples' numbers, int64
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found, or what went wrong."""
+    """The answer to a request: a value, or the error that was raised."""
 
     value: Any
     error: Exception | None = None
 
 
 class ReadAhead(Generic[Prepared]):
-    """Answers the requests of a run's steps, in their order, with what a thread has read ahead.
+    """Answers the requests of a run's steps, in their order, with what a thread has read ahead. A context manager.
 
-    Each step asks to ``count`` its samples, then to ``read`` this rank's part of them, micro-batch by micro-batch. The
-    thread is at most ``depth`` steps ahead of the step that counted last; with a depth of 0 there is no thread, and
-    each request is answered when it comes. To be used as a context.
+    Each step first has its samples counted (``count``), then reads this rank's part of them, micro-batch by micro-batch
+    (``read``). The thread is at most ``depth`` steps ahead of the step that counted last; with a depth of 0 there is no
+    thread, and each request is answered when it is made.
     """
 
     def __init__(
@@ -61,20 +64,20 @@ class ReadAhead(Generic[Prepared]):
         depth: int,
         n_further: int = 0,
     ) -> None:
-        """``share``: of a step's samples those that this rank reads, (n, micro_batch_size).
+        """``share`` maps a step's samples to those that this rank reads, (n, micro_batch_size).
 
-        ``prepare`` is done with each batch in the thread, once it is read. ``n_further``: so many depths are counted
-        by ``count_further``.
+        The thread calls ``prepare`` with each batch that it has read. ``n_further`` is the number of depths that
+        ``count_further`` counts.
         """
         self.dataset, self.share, self.prepare, self.depth, self.n_further = dataset, share, prepare, depth, n_further
         self._waited = 0.0  # seconds that requests took, since ``figures`` or ``expect``
-        self._n_thrown_away = 0  # micro-batches that were read and never asked for
+        self._n_thrown_away = 0  # micro-batches that were read and never requested
         self._plan: Iterator[tuple[int, np.ndarray]] = iter(())
-        self._step = 0  # the last one that counted
+        self._step = 0  # the step of the last request
         self._counts: tuple[bytes, tuple[tuple[int, int], list[int]]] = (b"", ((0, 0), []))
-        self._expected: deque[tuple[int, Request]] = deque()  # of which step; not yet asked for
-        self._to_find: deque[Request] = deque()  # the last of them, not yet begun
-        self._found: deque[Answer] = deque()  # to the first of them
+        self._expected: deque[tuple[int, Request]] = deque()  # (step, request) not yet made
+        self._to_find: deque[Request] = deque()  # the last ones of _expected, which the thread has not yet begun
+        self._found: deque[Answer] = deque()  # answers to the first ones of _expected
         self._plan_number = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -97,7 +100,7 @@ class ReadAhead(Generic[Prepared]):
             self._thread.join(CLOSE_SECONDS)
 
     def expect(self, plan: Iterable[tuple[int, np.ndarray]]) -> None:
-        """The steps that come next and their samples: at the start, and whenever the run goes elsewhere.
+        """Sets the steps that come next, with their samples: call it at the start, and after each rollback.
 
         What was read for other steps is thrown away.
         """
@@ -107,31 +110,34 @@ class ReadAhead(Generic[Prepared]):
             self._changed.notify_all()
 
     def count(self, indices: np.ndarray) -> tuple[int, int]:
-        """As ``Dataset.count``, for the samples of a step; asked again in the same step, it costs nothing."""
+        """(targets that count in the loss, input tokens that are no padding) of a step's samples; cached in a step."""
         return self._counted(indices)[0]
 
     def count_further(self, indices: np.ndarray, depth: int) -> list[int]:
-        """As ``Dataset.count_further``, for at most ``n_further`` depths."""
+        """``Dataset.count_further`` of a step's samples, for at most ``n_further`` depths."""
         assert depth <= self.n_further
         return self._counted(indices)[1][:depth]
 
     def read(self, indices: np.ndarray) -> Prepared:
-        """As ``Dataset.read``, prepared."""
+        """The batch of these samples, prepared by ``prepare``.
+
+        Raises DataError, UnreadObject or UnreadSamples, which name the step.
+        """
         return self._answer(Request("read", _as_bytes(indices)))
 
     def documents(self, indices: np.ndarray) -> list[dict[str, Any]]:
-        """As ``Dataset.documents``."""
+        """Where the samples' input tokens come from: ``Dataset.documents``, without reading ahead."""
         return self.dataset.documents(indices)
 
     def progress(self, consumed: int, skipped: Any = ()) -> dict[str, float]:
-        """As ``Dataset.progress``."""
+        """Metrics of the progress in each source: ``Dataset.progress``."""
         return self.dataset.progress(consumed, skipped)
 
     def figures(self) -> dict[str, float]:
-        """For the metrics of a step that has ended.
+        """Metrics of a step that has ended; call it once a step.
 
-        ``loader_wait_seconds``: how long its requests took. ``loader_thrown_away``: micro-batches that were read ahead
-        in vain since the start, where there are any.
+        ``loader_wait_seconds`` is the time that its requests took, ``loader_thrown_away`` the number of micro-batches
+        that were read ahead in vain since the start, if there are any.
         """
         waited, self._waited = self._waited, 0.0
         thrown_away = {"loader_thrown_away": self._n_thrown_away} if self._n_thrown_away else {}
@@ -144,7 +150,7 @@ class ReadAhead(Generic[Prepared]):
         return self._counts[1]
 
     def _answer(self, request: Request) -> Any:
-        """The answer. Raises what went wrong, with the step's number in the line."""
+        """The value of the answer. Raises the error that occurred, with the step's number in its line."""
         if os.getpid() != self._process:  # a fork of a rank has no thread, and may have inherited a held lock
             return self._find(request)
         began = time.perf_counter()
@@ -159,7 +165,7 @@ class ReadAhead(Generic[Prepared]):
         return answer.value
 
     def _comes_next(self, request: Request) -> bool:
-        """Whether the request is the one that was expected; if not, nothing is expected any more."""
+        """Whether the request is the expected one; if not, everything that was read ahead is thrown away."""
         with self._changed:
             if not self._expected:
                 self._plan_step()
@@ -169,11 +175,11 @@ class ReadAhead(Generic[Prepared]):
             self._step, _ = self._expected.popleft()
             if self._thread is None:
                 self._to_find.popleft()
-            self._changed.notify_all()  # there may be room for a step more
+            self._changed.notify_all()  # the thread may have room for one step more
             return True
 
     def _wait_for_samples(self) -> Answer | None:
-        """What the thread found for the request that was next; None where there is no thread."""
+        """The thread's answer to the request that was next; None where there is no thread, or it has died."""
         with self._changed:
             while self._thread is not None and self._thread.is_alive():
                 if self._found:
@@ -182,7 +188,7 @@ class ReadAhead(Generic[Prepared]):
         return None
 
     def _plan_step(self) -> None:
-        """Expects the requests of one step more, if there is one."""
+        """Adds the requests of the plan's next step, if there is one, to those expected."""
         for step, indices in self._plan:
             parts = [Request("read", _as_bytes(part)) for part in self.share(indices)]
             requests = [Request("count", _as_bytes(indices)), *parts]
@@ -191,7 +197,7 @@ class ReadAhead(Generic[Prepared]):
             break
 
     def _forget(self) -> None:
-        """Throws away what was found, and expects nothing; what is being looked for will be thrown away."""
+        """Throws away all answers and expected requests; an answer that the thread still works on will be dropped."""
         in_vain = zip(self._expected, self._found, strict=False)
         self._n_thrown_away += sum(request.kind == "read" for (_, request), _ in in_vain)
         self._plan, self._plan_number = iter(()), self._plan_number + 1
@@ -199,7 +205,7 @@ class ReadAhead(Generic[Prepared]):
             each.clear()
 
     def _work(self) -> None:
-        """What the thread does: it reads one order after the other."""
+        """The thread's loop: it answers one request after another."""
         while (order := self._next_order()) is not None:
             plan_number, request = order
             answer = self._attempt(request)
@@ -211,7 +217,7 @@ class ReadAhead(Generic[Prepared]):
                 self._changed.notify_all()
 
     def _next_order(self) -> tuple[int, Request] | None:
-        """What is to be found next, and by which plan; waits for room. None: nothing more."""
+        """(number of the plan, next request to answer), after waiting for room; None once the reader is closed."""
         with self._changed:
             while not self._is_closed:
                 n_steps = sum(request.kind == "count" for _, request in self._expected)
@@ -225,7 +231,7 @@ class ReadAhead(Generic[Prepared]):
     def _attempt(self, request: Request) -> Answer:
         try:
             return Answer(self._find(request))
-        except Exception as error:  # whatever it is: the loop raises it when it comes to this step
+        except Exception as error:  # of any kind: it is raised when the step makes the request
             return Answer(None, error)
 
     def _find(self, request: Request) -> Any:

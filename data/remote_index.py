@@ -1,12 +1,12 @@
-"""Token files on object stores, or wherever else fsspec reaches: what is kept of them on this machine.
+"""Token files at URLs, on object stores or anywhere that fsspec can open: their part on this machine.
 
-The URL of a PREFIX stands for PREFIX.bin, PREFIX.idx and, where there is one, PREFIX.mask. The last two are fetched
-whole; the first is read through a cache of blocks. On this machine they are a token file like any other, but its .bin:
+The URL of a PREFIX stands for PREFIX.bin, PREFIX.idx and, if it exists, PREFIX.mask. The last two are downloaded whole;
+the first is read through a cache of blocks. On this machine they form a token file like any other, except for its .bin:
 
-    CACHE/STEM-HASH/STEM.idx          and .mask, and packings that are made of it
-    CACHE/STEM-HASH/STEM.remote       the URL, and of each object its size and what the store says of its version
+    CACHE/STEM-HASH/STEM.idx          and .mask, and packings made from it
+    CACHE/STEM-HASH/STEM.remote       the URL, size and version of each object, as the store reports them
 
-An object whose size or version is not the recorded one is refused: the tokens of a run do not change behind its back.
+An object whose size or version differs from the record is refused, so that a run's tokens cannot change unnoticed.
 """
 
 import json
@@ -25,14 +25,15 @@ from data.partial import written_whole
 from data.remote import RemoteObject, changed
 from data.sources import expand_path, is_url
 
-COPIED_BYTES = 1 << 24  # of an .idx at once
-_seen: dict[tuple[int, str], Path] = {}  # what this process has compared with the store, by process and URL
+COPIED_BYTES = 1 << 24  # downloaded at once of an .idx or a .mask
+_seen: dict[tuple[int, str], Path] = {}  # (process id, URL) that was compared with the store -> local prefix
 
 
 def token_prefix(config: DataConfig, path: str) -> Path:
-    """The prefix on this machine of existing token files that a config names, by path or by URL.
+    """The local prefix of existing token files that a config names by path or by URL.
 
-    Of a URL, the .idx is fetched unless it is here. Raises DataError where it cannot be had, or has changed.
+    For a URL, the .idx is downloaded unless it is here already. Raises DataError where the objects cannot be read, or
+    have changed.
     """
     if not is_url(path):
         return Path(expand_path(path))
@@ -42,9 +43,9 @@ def token_prefix(config: DataConfig, path: str) -> Path:
 
 
 def bring_index(url: str, cache: Path, bound: int) -> Path:
-    """Makes the token file at ``url`` one of this machine's, all but its .bin; returns its prefix here.
+    """Downloads the token file at ``url`` into the cache, all but its .bin; returns its local prefix.
 
-    The blocks of the cache may take ``bound`` bytes. Raises DataError where it cannot be had, or has changed.
+    The blocks of the cache may take ``bound`` bytes. Raises DataError where objects cannot be read, or have changed.
     """
     try:
         return _bring_index(url.rstrip("/"), cache, bound)
@@ -55,9 +56,9 @@ def bring_index(url: str, cache: Path, bound: int) -> Path:
 
 
 def records_of(config: DataConfig) -> dict[str, dict[str, object]]:
-    """What the stores say of each object that a config's token files at URLs are made of, by its URL.
+    """URL -> record (size and version, as its store reports them) of each object of a config's token files at URLs.
 
-    As it was when their .idx was brought here, for which the store is asked where this process has not yet done so.
+    The records date from when the .idx was downloaded; each store is asked, once a process, whether they still hold.
     """
     paths = [*(source.path for source in config.sources), config.heldout_path or ""]
     recorded = [json.loads(Path(f"{token_prefix(config, path)}.remote").read_text()) for path in paths if is_url(path)]
@@ -65,7 +66,7 @@ def records_of(config: DataConfig) -> dict[str, dict[str, object]]:
 
 
 def check_records(config: DataConfig, before: Mapping[str, object], kept: Path) -> None:
-    """Raises DataError where an object is not the one that a run began with; ``kept``: where that is recorded."""
+    """Raises DataError where an object differs from its record ``before``; ``kept`` is the path of that record."""
     for url, now in records_of(config).items():
         if url in before and before[url] != now:
             raise changed(url, before[url], now, kept)
@@ -94,7 +95,7 @@ def _bring_index(url: str, cache: Path, bound: int) -> Path:
             prefix.parent.mkdir(parents=True, exist_ok=True)
             for end in sorted(record.keys() - {"bin"}):
                 _copy(objects[end], Path(f"{prefix}.{end}"))
-            write_json(path, record)  # last: it says that the others are whole
+            write_json(path, record)  # last, since it marks the others as complete
     return prefix
 
 

@@ -1,4 +1,4 @@
-"""Tokenizes one shard: the work of one process of ``prepare``."""
+"""Tokenizing one shard: the work of one worker process of ``prepare``."""
 
 import errno
 import json
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 BATCH_CHARACTERS = 1 << 20  # tokenized at once
 PIECE_CHARACTERS = 1 << 18  # a longer document is tokenized in pieces (_cut)
-CUT_CHARACTERS = 1 << 14  # so far back a good place to cut is looked for: in a text of whitespace alone there is none
+CUT_CHARACTERS = 1 << 14  # a good place to cut is searched this far back: text of whitespace alone has none
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HASH_RANGE = 1 << 64
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard holds. Its presence on disk is what makes the shard finished."""
+    """The record of a finished shard. A shard counts as finished once its record is on disk."""
 
     number: int
     n_documents: int
     smallest: tuple[int, int] | None  # the document with the smallest hash: (hash, number in the shard)
-    largest: tuple[int, int] | None
-    train: FileRecord | None  # None: no document of the shard is in this split, and no file
+    largest: tuple[int, int] | None  # likewise the one with the largest hash
+    train: FileRecord | None  # None: no document of the shard is in this split, and there is no file
     heldout: FileRecord | None
-    forced: tuple[int, str] | None
+    forced: tuple[int, str] | None  # (document, split) that was assigned whatever its hash
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> documents left out
     bad: list[str] = field(default_factory=list)  # the first of those that could not be read
 
@@ -51,11 +51,11 @@ class ShardRecord:
 
 
 def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) -> ShardRecord:
-    """Writes the shard's token files, then its record.
+    """Writes the shard's token files, then its record, which it returns.
 
-    A document goes to the held-out split by the hash of its text, so copies of a document are on one side. Raises
-    DataError where the input is wrong, OSError where the disk is full, StoppedError where ``stopped()``; no part of a
-    file is left.
+    The hash of a document's text decides whether it is held out, so all copies of a document are in the same split.
+    Raises DataError where the input is wrong, OSError where the disk is full, and StoppedError where ``stopped()`` is
+    true; no unfinished file is left behind.
     """
     hashes: list[int] = []
     writers: dict[str, TokenFileWriter] = {}
@@ -79,7 +79,7 @@ def write_shard(task: ShardTask, report: Report, stopped: Callable[[], bool]) ->
 
 
 def read_record(folder: Path, number: int) -> ShardRecord | None:
-    """The record of a finished shard, or None where it has to be written (again)."""
+    """The record of a finished shard; None where the shard is unfinished, or its files have other sizes."""
     try:
         tree = json.loads(_record_path(folder, number).read_text())
         for split in ("train", "heldout"):
@@ -96,7 +96,7 @@ def read_record(folder: Path, number: int) -> ShardRecord | None:
 
 
 def dropped_from(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """(documents left out by reason, the first ones that could not be read) of a prepared source's shards."""
+    """(documents left out by reason, lines about the first unreadable ones) over a prepared source's shards."""
     counts: dict[str, int] = {}
     bad: list[str] = []
     for path in sorted(folder.glob("shard-*.json")):
@@ -108,7 +108,7 @@ def dropped_from(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def no_room(token_dir: Path, error: OSError) -> Exception:
-    """The DataError of a full disk, or of files that may not grow; any other OSError comes back as it is."""
+    """The DataError for a full disk, or a limit on files' sizes; any other OSError comes back unchanged."""
     if error.errno not in NO_ROOM:
         return error
     more = "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "free some"
@@ -145,7 +145,7 @@ def _record_path(folder: Path, number: int) -> Path:
 def _tokenize(
     task: ShardTask, report: Report, stopped: Callable[[], bool], tally: Tally
 ) -> Iterator[tuple[int, np.ndarray, None]]:
-    """Each document's hash and its token ids, end of text (and BOS) included, in order; all of them are targets."""
+    """(hash, token ids with BOS and end of text, None: all are targets) of each document, in order."""
     tokenizer, eos = load_fast(task.tokenizer), read_info(task.tokenizer).eos_id
     begin = [] if task.bos_id is None else [np.array([task.bos_id], np.int64)]
     parts: list[np.ndarray] = [*begin]
@@ -167,12 +167,15 @@ def _tokenize(
 def _encode(tokenizer: "Tokenizer", batch: list[tuple[int | None, str]], task: ShardTask) -> Iterator[np.ndarray]:
     with making_tokens(task.name_of_text):
         encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-    # A third of the time that numpy takes for the list: 7 ns a token for 21, where tokenizing takes some 1200.
+    # This takes a third of the time of np.array(ids): 7 ns a token instead of 21, where tokenizing takes some 1200.
     return (np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings)
 
 
 def _batches(task: ShardTask, tally: Tally) -> Iterator[tuple[list[tuple[int | None, str]], float]]:
-    """Batches of (hash, piece), with the bytes of input they stand for; the hash comes with a document's last piece."""
+    """(batch, bytes of input that it stands for), where a batch is a list of (hash, piece of a document).
+
+    The hash comes with a document's last piece; for the others it is None.
+    """
     batch: list[tuple[int | None, str]] = []
     n_characters, n_bytes = 0, 0.0
     for text, done in read_documents(task.source, task.shard, task.key, tally):
@@ -188,7 +191,7 @@ def _batches(task: ShardTask, tally: Tally) -> Iterator[tuple[list[tuple[int | N
 
 
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """(piece, is it the last) of a text; nothing for an empty one."""
+    """(piece, whether it is the last) of a text; nothing for an empty text."""
     start = 0
     while start < len(text):
         stop = start + PIECE_CHARACTERS
@@ -199,10 +202,11 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(text: str, start: int, stop: int) -> int:
-    """Where a piece of ``text[start:stop]`` ends: after its last line end that stands between two written characters.
+    """The end of a piece of ``text[start:stop]``: after the last line end between two characters that are no whitespace.
 
-    There tokenizers that split at whitespace split too, and what they make of both sides is what they make of the
-    whole. Without one, before the last such space (as they do); without any, after the last line end, or at ``stop``.
+    Tokenizers that split at whitespace split there too, so the tokens of both sides are those of the whole. Without
+    such a line end it is before the last such space (where they split); without any, after the last line end, or
+    ``stop``.
     """
     first = max(start + 1, stop - CUT_CHARACTERS)
     for mark, goes_with in (("\n", 1), (" ", 0)):

@@ -1,4 +1,4 @@
-r"""Token files in Megatron's .bin/.idx format: a streaming writer and a memory-mapped reader.
+r"""Token files in Megatron's .bin/.idx format: the format, and a memory-mapped reader.
 
 The format (as NVIDIA Megatron-LM's megatron/core/datasets/indexed_dataset.py reads and writes it), little-endian:
 
@@ -36,10 +36,10 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by Megatron's codes
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 # A .bin above this size may not stay in memory: its windows are read one by one, without the system's read-ahead (a
-# batch of 64 from a cold sparse file took 11 ms where it took 166 with it, 2026-11-20), and asked for beforehand.
+# batch of 64 from a cold sparse file took 11 ms where it took 166 with it, 2026-11-20), and requested beforehand.
 LARGE_BYTES = 1 << 30
-LOOKED_AT = 1 << 16  # bytes at either end of an .idx that its fingerprint is of, with its size
-N_SAMPLES, SAMPLE_BYTES = 33, 1 << 13  # of a file that is too large to be hashed whole at each start
+LOOKED_AT = 1 << 16  # bytes at either end of an .idx that its fingerprint covers
+N_SAMPLES, SAMPLE_BYTES = 33, 1 << 13  # pieces hashed of a file that is too large to be hashed whole at each start
 REWRITE = "copy the file again, or write it anew"
 
 
@@ -49,7 +49,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def bin_path(prefix: Path) -> Path:
-    """PREFIX.bin (the prefix may itself hold dots)."""
+    """The path PREFIX.bin (the prefix may itself contain dots)."""
     return Path(f"{prefix}.bin")
 
 
@@ -59,12 +59,12 @@ def idx_path(prefix: Path) -> Path:
 
 
 def mask_path(prefix: Path) -> Path:
-    """PREFIX.mask, which says where not every token is a target (data/masks.py)."""
+    """The path PREFIX.mask, of the mask of targets, which exists where not every token is a target (data/masks.py)."""
     return Path(f"{prefix}.mask")
 
 
 def remote_path(prefix: Path) -> Path:
-    """PREFIX.remote, which lies in a cache in the place of a .bin at a URL."""
+    """The path PREFIX.remote, which lies in a cache and describes a .bin at a URL."""
     return Path(f"{prefix}.remote")
 
 
@@ -85,7 +85,7 @@ def fingerprint(path: Path) -> int:
 
 
 def sampled_hash(path: Path) -> int:
-    """A hash of a file's size and of pieces of it that are spread evenly over it, from its first byte to its last."""
+    """A hash of a file's size and of pieces spread evenly over it, the first and the last bytes included."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = xxhash.xxh3_64(str(size).encode())
@@ -96,11 +96,11 @@ def sampled_hash(path: Path) -> int:
 
 
 class TokenFile:
-    """One shard, memory-mapped.
+    """One token file, memory-mapped.
 
-    ``tokens`` is a read-only array over the whole .bin, or what reads it from a URL (data/remote_tokens.py). Documents
-    are found through the .idx, never by looking for an end-of-text id. Raises DataError, naming the file, where the two
-    files do not fit together.
+    ``tokens`` is a read-only array over the whole .bin, or a RemoteTokens that reads it from a URL. Documents are found
+    through the .idx, never by looking for an end-of-text id. Raises DataError, naming the file, where .bin and .idx do
+    not fit together.
     """
 
     def __init__(self, prefix: Path | str) -> None:
@@ -131,14 +131,14 @@ class TokenFile:
 
     @property
     def index_arrays(self) -> tuple[memoryview, memoryview, memoryview]:
-        """The .idx: each sequence's byte offset and tokens, and each document's first sequence. Nothing is read."""
+        """The .idx: sequences' byte offsets, their lengths, and documents' first sequences. Nothing is read yet."""
         return self._pointers, self._lengths, self._indices
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         """The tokens in (start, stop) that begin a document, ascending, counted from ``start``; stop <= n_tokens.
 
         Empty documents begin nothing. Raises DataError where the lengths and offsets of the sequences that hold these
-        tokens contradict each other: no more of the .idx is looked at.
+        tokens contradict each other; the rest of the .idx is not checked.
         """
         itemsize = self.dtype.itemsize
         first = bisect_right(self._pointers, start * itemsize, *self._bracket(start * itemsize))
@@ -153,8 +153,8 @@ class TokenFile:
     def _checked_pointers(self, first: int, last: int, start: int, stop: int) -> list[int]:
         """The offsets of the sequences [first, last), which begin inside the bytes (start, stop).
 
-        Each must begin where the one before it ends, from the one that holds ``start`` to the one that holds the last
-        byte; so all lie where they were searched for.
+        Raises DataError unless each begins where the one before it ends, from the one that holds ``start`` to the one
+        that holds the last byte: this shows that the search was right.
         """
         before = max(0, first - 1)
         pointers = self._pointers[before : last + 1].tolist()
@@ -187,7 +187,7 @@ class TokenFile:
         return first, stop
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Asks the system to read the tokens [start, stop) ahead, in a large or remote file; returns at once."""
+        """Begins to read the tokens [start, stop) ahead, if the file is large or remote; returns at once."""
         if self.is_remote:
             self.tokens.prefetch(start, stop)
         if self.is_large and self._bin is not None:
@@ -195,15 +195,15 @@ class TokenFile:
             self._bin.madvise(mmap.MADV_WILLNEED, first, stop * self.dtype.itemsize - first)
 
     def release_index(self) -> None:
-        """Unmaps what searches have mapped of the .idx: a fault can map 2 MB, and 64 windows the whole of it."""
+        """Releases the pages of the .idx that searches mapped: a fault can map 2 MB, and 64 windows the whole."""
         if self._idx is not None:
             self._idx.madvise(mmap.MADV_DONTNEED)
 
     def _bracket(self, pointer: int) -> tuple[int, int]:
         """(low, high): every sequence before ``low`` begins at or before ``pointer``, every one from ``high`` on after.
 
-        Widened from where ``pointer`` would lie among sequences of equal lengths. That touches a page or two, where a
-        search of the whole .idx would touch, and map, one at each step.
+        The range is widened from where ``pointer`` would lie among sequences of equal lengths. That touches a page or
+        two, whereas a search of the whole .idx would touch, and map, one at each step.
         """
         guess, width = pointer * self.n_sequences // max(1, self.n_tokens * self.dtype.itemsize), 256
         low, high = guess - width, guess + width
@@ -239,7 +239,7 @@ class TokenFile:
         return at < self.n_indices and self._indices[at] == sequence
 
     def _check_ends(self, bin_bytes: int) -> None:
-        """Constant time: the first and last entry of each array must agree with the sizes."""
+        """Raises DataError where the first and last entries of the arrays do not fit the sizes. Takes constant time."""
         idx, named = str(idx_path(self.prefix)), 0
         if self.n_sequences:
             named = self._pointers[-1] + self._lengths[-1] * self.dtype.itemsize

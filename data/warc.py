@@ -1,6 +1,6 @@
-"""Documents from WARC files: the text that Common Crawl's WET files hold, and other records that are plain text.
+"""Reading documents from WARC files: the text of Common Crawl's WET files, and other records of plain text.
 
-HTML is not made into text here: pages that were fetched are left out, and counted. ``warcio`` does the reading.
+HTML is not converted into text: fetched pages are left out and counted. ``warcio`` reads the files.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from data.tally import NOT_TEXT, Tally
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord
 
-TEXT_RECORDS = ("conversion", "resource", "response")  # the other kinds tell how pages were fetched
+TEXT_RECORDS = ("conversion", "resource", "response")  # other kinds describe how pages were fetched
 
 
 def read_warc(piece: Slice, tally: Tally) -> Iterator[tuple[str | None, float]]:
-    """Each record's text, None where it is bad, and the part of the file that has been read after it.
+    """(text, fraction of the file read so far) of each record with plain text; the text is None where it is bad.
 
-    Records that hold no plain text are counted in ``tally``. Raises DataError where the file is damaged, or has such
-    records alone; a record whose bytes are not all there is the file's end.
+    Other records are counted in ``tally``. Raises DataError where the file is damaged or truncated, or has only records
+    without plain text.
     """
     iterate = _iterator()
     limit, n_characters, n_texts, n_other = Expansion(piece.path, piece.file_bytes), 0, 0, 0
@@ -54,7 +54,7 @@ def _iterator() -> Any:
 
 
 def _records(records: Any, piece: Slice) -> "Iterator[ArcWarcRecord]":
-    """The records, in order. Raises DataError where the file goes on otherwise than a WARC file."""
+    """The file's records, in order. Raises DataError where the file is not a valid WARC file."""
     while True:
         try:
             record = next(records, None)

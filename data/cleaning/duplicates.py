@@ -1,6 +1,6 @@
-"""Copies over all shards: of the documents that are linked by pairs, the first in the order of the sources is kept.
+"""Removing copies over all shards: of documents linked by pairs, the first one in the order of the sources is kept.
 
-An order of shards is an order of sources, of files and of documents; so which copy is kept depends on nothing else.
+Shards are ordered by source, file and document, so which copy is kept depends on that order alone.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,17 @@ from data.cleaning.near import pairs_name
 from data.manifest import write_json
 from data.partial import written_whole
 
-PARTS = 16  # of all hashes, by their first four bits: one is held in memory
-SHOWN = 5  # copies of each kind and source, beside what is kept
-EXCERPT = 400  # characters of each
+PARTS = 16  # parts of all hashes, by their first four bits: one part at a time is held in memory
+SHOWN = 5  # copies of each kind and source that are recorded as samples
+EXCERPT = 400  # characters of each sample
 NUMBER = {reason: number for number, reason in REASONS.items()}
 
 
 def find_exact_pairs(folder: Path, part: int, n_shards: int) -> Path:
-    """Writes (first copy, other copy) of each text that a shard before, or the same, has already; four uint32 each."""
+    """Writes the pairs (first copy, later copy) of equal texts whose hashes lie in ``part``; returns the file's path.
+
+    A pair is four little-endian uint32: shard and document of the first copy, then of the later one.
+    """
     keys, places = [], []
     for shard in range(n_shards):
         hashes = np.load(folder / f"hashes/{shard:05}.npy", mmap_mode="r")
@@ -44,14 +47,14 @@ def find_exact_pairs(folder: Path, part: int, n_shards: int) -> Path:
 
 
 def read_pairs(paths: Sequence[Path]) -> np.ndarray:
-    """(pairs, 2) uint64: shard x 2^32 + document of the two."""
+    """The pairs in these files, uint64 (pairs, 2): shard * 2^32 + document of each of the two."""
     columns = [np.fromfile(path, "<u4").reshape(-1, 2, 2).astype(np.uint64) for path in paths]
     both = np.concatenate(columns) if columns else np.zeros((0, 2, 2), np.uint64)
     return both[:, :, 0] << np.uint64(32) | both[:, :, 1]
 
 
 def first_of_each(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(document, first document that it is linked to by any chain of pairs), ascending, of all that are in pairs."""
+    """(documents in pairs, ascending; the first document that each is linked to by any chain of pairs)."""
     documents, index = np.unique(pairs, return_inverse=True)
     index = index.reshape(-1, 2)
     label = np.arange(len(documents))
@@ -60,13 +63,13 @@ def first_of_each(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         low, high = both.min(axis=1), both.max(axis=1)
         if np.array_equal(low, high):
             return documents, documents[label]
-        np.minimum.at(label, high, low)  # a root goes under the smallest one that it meets
+        np.minimum.at(label, high, low)  # a root is attached to the smallest root it is linked to
         while not np.array_equal(label, label[label]):
             label = label[label]
 
 
 def settle(folder: Path, shards: Sequence[CleanedShard], exact: Sequence[Path], near: Sequence[Path]) -> dict[str, Any]:
-    """Writes which texts of each shard are copies, then duplicates.json, whose contents come back."""
+    """Writes which texts of each shard are copies, then duplicates.json; returns the latter's content."""
     copies = read_pairs(exact)[:, 1]
     documents, first = first_of_each(np.concatenate([read_pairs(exact), read_pairs(near)]))
     is_removed = documents != first
@@ -96,7 +99,7 @@ def _write_array(path: Path, array: np.ndarray) -> None:
 def _by_source(
     sources: np.ndarray, shard_of: np.ndarray, kept_in: np.ndarray, reason: np.ndarray
 ) -> list[dict[str, int | str]]:
-    """How many copies of a source lie in which source's kept document, by reason."""
+    """Counts of copies by the source they were removed from, the source of the document kept instead, and reason."""
     rows = np.stack([sources[shard_of], sources[kept_in], reason.astype(np.int64)], axis=1)
     found, counts = np.unique(rows, axis=0, return_counts=True)
     return [
@@ -106,7 +109,7 @@ def _by_source(
 
 
 def _sizes(first: np.ndarray) -> dict[str, int]:
-    """How many groups of copies have how many documents."""
+    """Size -> number of groups of copies with that many documents."""
     _, sizes = np.unique(first, return_counts=True)
     size, count = np.unique(sizes, return_counts=True)
     return {str(each): n for each, n in zip(size.tolist(), count.tolist(), strict=True)}
@@ -115,7 +118,7 @@ def _sizes(first: np.ndarray) -> dict[str, int]:
 def _samples(
     folder: Path, sources: np.ndarray, removed: np.ndarray, kept: np.ndarray, reason: np.ndarray
 ) -> list[dict[str, int | str]]:
-    """The first copies of each kind in each source, with the beginning of both texts."""
+    """The first copies of each kind in each source, with the beginnings of the copy and of the kept text."""
     source = sources[(removed >> np.uint64(32)).astype(np.int64)]
     chosen: list[int] = []
     for number in np.unique(source):

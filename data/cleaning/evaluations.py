@@ -1,4 +1,4 @@
-"""The n-grams of evaluation sets, read from jsonl files, in the index that datatrove's decontamination reads."""
+"""Writing the n-grams of evaluation sets, read from jsonl files, as the index for datatrove's decontamination."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,8 @@ KEY = "data.cleaning.decontaminate"
 def write_index(config: DecontaminateConfig, words: str, folder: Path) -> tuple[int, int]:
     """Writes NAME.index.hashes for each file into ``folder``; returns (texts, those with fewer words than an n-gram).
 
-    A text shorter than an n-gram cannot be found in a corpus. Raises DataError where a file cannot be read so.
+    A text shorter than an n-gram cannot be found in a corpus. Raises DataError where a file cannot be read, is not
+    jsonl or holds no text.
     """
     from datatrove.pipeline.decont import NGramsDecontConfig
     from datatrove.utils.hashing import create_hash_func
@@ -41,7 +42,7 @@ def write_index(config: DecontaminateConfig, words: str, folder: Path) -> tuple[
 
 
 def read_texts(config: DecontaminateConfig, name: str) -> list[str]:
-    """The texts of an evaluation set: of each record its fields, one behind the other. Raises DataError."""
+    """The texts of an evaluation set: each record's fields, joined by line ends. Raises DataError for a bad file."""
     texts: list[str] = []
     try:
         lines = Path(expand_path(name)).read_bytes().split(b"\n")

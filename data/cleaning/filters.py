@@ -13,7 +13,7 @@ from data.cleaning.config import (
 
 
 def filters_of(config: CleaningConfig) -> Iterator[tuple[str, Any]]:
-    """(name, filter) of each that is on. FineWeb's order: repetition, lines, quality, FineWeb's own."""
+    """(name, filter) of each filter that is on, in FineWeb's order: repetition, lines, quality, FineWeb's own."""
     if config.gopher_repetition is not None:
         yield "gopher_repetition", _gopher_repetition(config.gopher_repetition, config.words)
     if config.c4 is not None:
@@ -25,7 +25,7 @@ def filters_of(config: CleaningConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _gopher_repetition(config: GopherRepetitionConfig, words: str) -> Any:
-    """The shares of repeated n-grams are the paper's, table A1."""
+    """Datatrove's filter for Gopher's repetition rules; the shares of repeated n-grams are the paper's (table A1)."""
     from datatrove.pipeline.filters import GopherRepetitionFilter
 
     return GopherRepetitionFilter(
@@ -38,7 +38,7 @@ def _gopher_repetition(config: GopherRepetitionConfig, words: str) -> Any:
 
 
 def _c4(config: C4Config, words: str) -> Any:
-    """Without the paper's list of bad words, which would be downloaded."""
+    """Datatrove's filter for C4's rules, without the paper's list of bad words, which would have to be downloaded."""
     from datatrove.pipeline.filters import C4QualityFilter
 
     return C4QualityFilter(
@@ -75,7 +75,7 @@ def _gopher_quality(config: GopherQualityConfig, words: str) -> Any:
 
 
 def _fineweb(config: FineWebConfig, words: str) -> Any:
-    """The marks of punctuation are those of all scripts."""
+    """Datatrove's filter for FineWeb's rules; punctuation marks are those of all scripts."""
     from datatrove.pipeline.filters import FineWebQualityFilter
 
     return FineWebQualityFilter(

@@ -1,4 +1,4 @@
-"""Which sources are cleaned together, and where: a name that covers everything that fixes what is kept."""
+"""Groups of sources that are cleaned together, and their folders, named by a hash of all that fixes the result."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from data.cleaning.kept import SETTINGS
 from data.config import DataConfig, SourceConfig
 from data.sources import expand_path, is_hugging_face, is_raw, readable_stem
 
-FORMAT = 1  # of the folder; raised when the same input would give other texts
+FORMAT = 1  # version of the folder, increased when the same input would give other texts
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Group:
 
     @property
     def settings(self) -> Path:
-        """Is there once the folder is begun."""
+        """The path of settings.json, which exists once cleaning into the folder has begun."""
         return self.folder / SETTINGS
 
 
 def settings_of(config: DataConfig, numbers: Sequence[int]) -> dict[str, Any]:
-    """All that fixes what cleaning keeps of these sources, but for the contents of files."""
+    """All settings that determine what cleaning keeps of these sources; the contents of files are not among them."""
     assert config.cleaning is not None
     sources = []
     for number in numbers:
@@ -45,7 +45,7 @@ def settings_of(config: DataConfig, numbers: Sequence[int]) -> dict[str, Any]:
 
 
 def groups_of(config: DataConfig) -> list[Group]:
-    """The raw sources, in groups that are cleaned together; none where cleaning is off."""
+    """The raw sources in groups that are cleaned together; empty where cleaning is off."""
     if config.cleaning is None:
         return []
     raw = [number for number, source in enumerate(config.sources) if is_raw(source)]
@@ -60,7 +60,7 @@ def groups_of(config: DataConfig) -> list[Group]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """The keys of a config's section that differ from their defaults: a key that comes later renames no folder."""
+    """The keys of a config section that differ from their defaults, so that new keys do not rename existing folders."""
     found = {}
     for key in fields(section):
         value = getattr(section, key.name)
@@ -70,6 +70,6 @@ def changed(section: Any) -> dict[str, Any]:
 
 
 def cleaning_of(config: DataConfig, source: SourceConfig) -> str | None:
-    """The name of the folder that the source's texts are cleaned in; None where cleaning is off."""
+    """The name of the folder with the source's cleaned texts; None where cleaning is off."""
     number = next((i for i, each in enumerate(config.sources) if each == source), None)
     return next((group.folder.name for group in groups_of(config) if number in group.numbers), None)

@@ -1,4 +1,4 @@
-"""The files that cleaning reads, and whether they are still what texts, and tokens of these, were made from."""
+"""Records of the files that cleaning reads, to detect cleaned texts or tokens that were made from other files."""
 
 import json
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from data.manifest import CLEANED_FROM, INPUTS, hash_file, write_json
 from data.shards import Plan
 from data.sources import expand_path
 
-Record = tuple[str, str | None]  # a file or corpus by its key, and what shows a change of it; None: it is gone
+Record = tuple[str, str | None]  # (key that names a file or corpus, its hash or None if it is gone)
 
 
 def inputs_of(cleaning: CleaningConfig, sources: Mapping[int, Plan]) -> dict[str, Any]:
-    """The files behind each key, with what shows a change: a corpus's names and sizes, other files' hashes."""
+    """Key -> record of its files that shows a change: names and sizes of a corpus's files, the hash of another file."""
     found: dict[str, Any] = {}
     for each in sources.values():
         found[f"{each.key}.path={each.source.path!r}"] = [asdict(file) for file in each.files]
@@ -29,7 +29,7 @@ def inputs_of(cleaning: CleaningConfig, sources: Mapping[int, Plan]) -> dict[str
 
 
 def other_files(cleaning: CleaningConfig) -> dict[str, Path]:
-    """The files that the stages read beside the corpus, each under its key."""
+    """Key -> path of each file that the cleaning stages read besides the corpus."""
     names = cleaning.decontaminate.files if cleaning.decontaminate is not None else ()
     files = {f"data.cleaning.decontaminate.files={name!r}": Path(expand_path(name)) for name in names}
     if cleaning.language is not None:
@@ -39,7 +39,7 @@ def other_files(cleaning: CleaningConfig) -> dict[str, Path]:
 
 
 def check_unchanged(folder: Path, found: Mapping[str, Any]) -> None:
-    """Raises DataError where files are not those that ``folder`` was begun with."""
+    """Raises DataError where the records ``found`` differ from those with which cleaning into ``folder`` began."""
     path, remedy = folder / INPUTS, f"remove {folder} and prepare again"
     try:
         recorded = json.loads(path.read_text())
@@ -51,16 +51,16 @@ def check_unchanged(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def write_cleaned_from(folder: Path, cleaned: Path) -> None:
-    """Notes in a token folder that is begun what its texts, those of ``cleaned``, come from."""
+    """Records in a new token folder the files from which its cleaned texts, in the folder ``cleaned``, were made."""
     write_json(folder / CLEANED_FROM, dict(_records_of(cleaned / INPUTS)))
 
 
 def check_cleaned(config: DataConfig, folders: Mapping[int, Path]) -> None:
-    """Raises DataError where texts or tokens come from files that have changed since: a line for each group.
+    """Raises DataError, with a line for each group, where cleaned texts or tokens come from files that have changed.
 
-    ``folders``: the sources' token folders, by their places in data.sources. All of a group are compared with each
-    other, too, for copies are looked for over all its sources. What has gone is not missed. A token folder that was
-    begun before there was a note in it counts as made from the cleaned texts that are there.
+    ``folders`` are the sources' token folders, by their places in data.sources. Those of a group are also compared with
+    each other, since copies are removed over all its sources. Files that are gone are accepted. A token folder without
+    a record, from an older version, counts as made from the cleaned texts that exist.
     """
     problems = []
     for group in groups_of(config):
@@ -75,7 +75,7 @@ def check_cleaned(config: DataConfig, folders: Mapping[int, Path]) -> None:
 
 
 def _changes(found: Mapping[Path, list[Record]], now: list[Record]) -> list[str]:
-    """One line where not all folders come from the same files as now, which names those that do not."""
+    """One line that names the folders made from other files than those present now; none where all match."""
     changed: dict[Path, str] = {}
     for place, (key, present) in enumerate(now):
         hashes = {folder: records[place][1] for folder, records in found.items() if place < len(records)}
@@ -91,7 +91,7 @@ def _changes(found: Mapping[Path, list[Record]], now: list[Record]) -> list[str]
 
 
 def _inputs_now(config: DataConfig, group: Group) -> list[Record]:
-    """What the group would be cleaned from and with, in the order of ``inputs_of``."""
+    """The records of the files as they are now, in the order of ``inputs_of``."""
     assert config.cleaning is not None
     found: list[Record] = []
     for number in group.numbers:
@@ -107,7 +107,7 @@ def _inputs_now(config: DataConfig, group: Group) -> list[Record]:
 
 
 def _records_of(path: Path) -> list[Record]:
-    """What inputs.json of cleaned texts, or the note in a token folder, says."""
+    """The records in an inputs.json of cleaned texts, or in a token folder. Raises DataError where it is damaged."""
     try:
         return [(key, _hash_of(value)) for key, value in dict(json.loads(path.read_text())).items()]
     except (OSError, ValueError, TypeError) as error:
@@ -115,7 +115,7 @@ def _records_of(path: Path) -> list[Record]:
 
 
 def _hash_of(value: list[Any] | str | None) -> str | None:
-    """The hash of a corpus's names and sizes, or the one that is given; None where nothing is known."""
+    """The hash of a corpus's list of files; a hash comes back as it is; None for an empty list."""
     if isinstance(value, list):
         return xxhash.xxh3_128_hexdigest(json.dumps(value).encode()) if value else None
     return value

@@ -1,6 +1,6 @@
-"""What the stages say of one document by itself: kept, perhaps with other text, or dropped, and why.
+"""Judging single documents by the cleaning stages: kept, perhaps with changed text, or dropped for a reason.
 
-datatrove is imported when a judge is made, and nowhere else when a config is read.
+datatrove is imported only when a judge is made, not when a config is read.
 """
 
 import importlib.util
@@ -15,33 +15,33 @@ from data.cleaning.filters import filters_of
 from data.errors import DataError, reason_of, refuse
 
 INSTALL = "pip install 'roundtable[clean]', or set data.cleaning to null"
-# Word tokenizers take the square of such a run's length: 15 s for 10,000 brackets, 5 s for 55,000 characters of URLs.
-RUNS = (  # each with the sum of squares that a document may have, about 3 s
+# Word tokenizers are quadratic in the length of such a run: 15 s for 10,000 brackets, 5 s for 55,000 characters of URLs.
+RUNS = (  # each with the largest sum of squared lengths that a document may have, about 3 s
     (re.compile(r"[^\w\s]{50,}"), 2 * 10**7),  # neither letters, digits nor white space
     (re.compile(r"[!-~]{1000,}"), 10**9),  # ASCII without white space
 )
-MASKED_AT_ONCE = 1000  # characters without white space; the pattern of addresses takes the square of their number
+MASKED_AT_ONCE = 1000  # characters without white space; the pattern of addresses takes quadratic time in their number
 RUN = re.compile(r"\S+")
 IP_LIKE = re.compile(r"\d\.\d")
-# What a stage may raise over a text that it was not made for.
+# Exceptions that a stage may raise on unusual text; they drop the document.
 RAISED = (ValueError, ArithmeticError, LookupError, RuntimeError, AssertionError, TypeError)
 
-Stage = Callable[[Any], tuple[bool, str | None]]  # a datatrove Document, which it may change: (is it kept, why not)
+Stage = Callable[[Any], tuple[bool, str | None]]  # of a datatrove Document, which it may change: (kept, why not)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a document."""
+    """The outcome of the stages for one document."""
 
-    text: str  # as it was when the stages were done with it
+    text: str  # its text after the stages, or before the one that dropped it
     reason: str | None  # STAGE/RULE that drops it; None: it is kept
     changed_by: tuple[str, ...]  # the stages that changed its text
 
 
 class Judge:
-    """The stages of a config, in their order. Raises DataError where one cannot be had here.
+    """The stages of a config, applied in their order. Raises DataError where one is not available on this machine.
 
-    ``index``: the folder of the evaluation sets' n-grams (``data.cleaning.evaluations``), for decontamination.
+    ``index`` is the folder of the evaluation sets' n-grams (``data.cleaning.evaluations``), for decontamination.
     """
 
     def __init__(self, config: CleaningConfig, index: Path) -> None:
@@ -86,7 +86,7 @@ class Judge:
 
 
 def hash_config() -> Any:
-    """Hashes of 64 bits by SHA-1: datatrove's other choice gives strings to xxhash, which takes none since 4.0."""
+    """Datatrove's 64-bit hashes by SHA-1: its other choice passes str to xxhash, which refuses that since 4.0."""
     from datatrove.utils.hashing import HashConfig
 
     return HashConfig(precision=64, hash_fc="sha1")
@@ -98,7 +98,7 @@ def _is_unbroken(text: str) -> bool:
 
 
 def check_installed() -> None:
-    """Raises DataError where datatrove is missing; else makes it silent, since its log goes to stderr."""
+    """Raises DataError where datatrove is not installed; otherwise disables its log, which goes to stderr."""
     missing = [name for name in ("datatrove", "loguru") if importlib.util.find_spec(name) is None]
     if missing:
         raise refuse("data.cleaning", f"needs the package {missing[0]}, which is not installed", INSTALL)
@@ -108,7 +108,7 @@ def check_installed() -> None:
 
 
 def load_words(language: str) -> Any:
-    """Datatrove's word tokenizer of a language. Raises DataError where it is unknown, or a package is missing."""
+    """Datatrove's word tokenizer for a language. Raises DataError where it is unknown, or a package is missing."""
     check_installed()
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
@@ -171,7 +171,7 @@ def _language_stage(config: LanguageConfig) -> Stage:
         raise refuse("data.cleaning.language.keep", rule, "take the labels that the model was trained with")
 
     class Classifier(FastTextLID):
-        """datatrove's, with the model of a file instead of one that is downloaded."""
+        """Datatrove's classifier with a model from a file instead of a downloaded one."""
 
         @property
         def model(self) -> Any:
@@ -205,7 +205,7 @@ def _mask_stage(config: MaskConfig) -> Stage:
     from datatrove.pipeline.formatters import PIIFormatter
 
     def judge(document: Any) -> tuple[bool, str | None]:
-        # One for each document: it takes its replacements in turn, and a document must not depend on others.
+        # A new one for each document: it cycles through its replacements, and a document must not depend on others.
         formatter = PIIFormatter(config.emails, config.ips, config.only_public_ips)
         if "@" in document.text or IP_LIKE.search(document.text):
             document.text = RUN.sub(lambda run: _mask_run(formatter, run[0]), document.text)
@@ -215,7 +215,7 @@ def _mask_stage(config: MaskConfig) -> Stage:
 
 
 def _mask_run(formatter: Any, run: str) -> str:
-    """The run of characters without white space, masked; addresses are looked for within so many of them at once."""
+    """A run of characters without white space with its addresses masked, MASKED_AT_ONCE characters at a time."""
     if "@" not in run and not IP_LIKE.search(run):
         return run
     parts = (run[start : start + MASKED_AT_ONCE] for start in range(0, len(run), MASKED_AT_ONCE))
@@ -223,7 +223,7 @@ def _mask_run(formatter: Any, run: str) -> str:
 
 
 def judge_here(config: CleaningConfig, index: Path) -> None:
-    """Raises DataError where a stage cannot be had here; the evaluation sets need not have been read."""
+    """Raises DataError where a stage is not available on this machine; the evaluation sets need not have been read."""
     try:
         Judge(config, index)
     except ImportError as error:

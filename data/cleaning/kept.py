@@ -1,4 +1,4 @@
-"""Cleaned shards on disk: the record of each, its texts, and which of them are copies.
+"""Cleaned shards on disk: the record of each shard, its texts, and which of them are copies.
 
 TOKEN_DIR/cleaned-STEM-HASH/
 settings.json                     the stages, the sources and the versions of libraries
@@ -24,7 +24,7 @@ import zstandard
 from data.errors import refuse
 
 EXACT, NEAR = "exact_duplicate", "near_duplicate"
-REASONS = {1: EXACT, 2: NEAR}  # by their number in removed/
+REASONS = {1: EXACT, 2: NEAR}  # the numbers of the reasons in the files of removed/
 DUPLICATES = "duplicates.json"
 SETTINGS = "settings.json"
 
@@ -40,33 +40,33 @@ class Sample:
 
 @dataclass(frozen=True)
 class CleanedShard:
-    """What became of a shard's documents before copies were looked for: those that came in are kept or dropped."""
+    """Counts of one shard's documents after the stages and before deduplication: read, kept, dropped and changed."""
 
-    number: int  # among those of all sources that are cleaned together
+    number: int  # the shard's among those of all sources that are cleaned together
     source: int  # the place of its source in data.sources
     n_documents: int
     n_kept: int
     dropped: dict[str, int]  # reason -> documents
     changed: dict[str, int]  # stage -> kept documents whose text it changed
-    bad: list[str]  # the first ones that could not be read
-    n_bytes: int  # of input
-    kept_bytes: int  # of UTF-8 in the texts that are kept
-    text_xxh3: str  # of the file of texts
-    samples: dict[str, list[Sample]] = field(default_factory=dict)  # reason or stage -> the first ones
+    bad: list[str]  # lines about the first documents that could not be read
+    n_bytes: int  # bytes of input
+    kept_bytes: int  # bytes of UTF-8 in the kept texts
+    text_xxh3: str  # hash of the file of texts
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # reason or stage -> its first documents
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """Where the record of shard ``number`` lies."""
+    """The path of shard ``number``'s record."""
     return folder / f"shard-{number:05}.json"
 
 
 def text_path(folder: Path, number: int) -> Path:
-    """Where the kept texts of shard ``number`` lie."""
+    """The path of shard ``number``'s kept texts."""
     return folder / f"text/{number:05}.jsonl.zst"
 
 
 def read_cleaned(folder: Path, number: int) -> CleanedShard | None:
-    """The shard's record; None where it is not finished, or is torn."""
+    """The shard's record; None where the shard is not finished, or its record is damaged."""
     try:
         tree = json.loads(record_path(folder, number).read_text())
         samples = {key: [Sample(**each) for each in found] for key, found in tree.pop("samples").items()}
@@ -76,7 +76,7 @@ def read_cleaned(folder: Path, number: int) -> CleanedShard | None:
 
 
 def read_removed(folder: Path, number: int) -> np.ndarray:
-    """(copies, 2) uint32, ascending: a text's place in the shard, and the number of the reason."""
+    """The copies in a shard, uint32 (copies, 2), ascending: the text's place in the shard, and the reason's number."""
     try:
         return np.load(folder / f"removed/{number:05}.npy")
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def read_removed(folder: Path, number: int) -> np.ndarray:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The texts of a cleaned shard, copies too. Raises DataError where the file is damaged."""
+    """All texts of a cleaned shard, including copies. Raises DataError where the file is damaged."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             rest = b""
@@ -98,7 +98,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_kept(path: Path) -> Iterator[str]:
-    """The texts of a cleaned shard that are no copies, in the order of the input."""
+    """The texts of a cleaned shard without copies, in the order of the input."""
     number, folder = int(path.name.partition(".")[0]), path.parent.parent
     removed = set(read_removed(folder, number)[:, 0].tolist())
     for place, text in enumerate(read_lines(path)):
@@ -107,7 +107,10 @@ def read_kept(path: Path) -> Iterator[str]:
 
 
 def counts_of(path: Path) -> tuple[int, dict[str, int], list[str]]:
-    """(documents that came in, those dropped by reason, the first unreadable ones) of a shard, by its file of texts."""
+    """(documents read, documents dropped by reason, lines about the first unreadable ones) of a shard.
+
+    ``path`` is its file of texts. Copies count as dropped. Raises DataError where the record is missing or damaged.
+    """
     number, folder = int(path.name.partition(".")[0]), path.parent.parent
     record = read_cleaned(folder, number)
     if record is None:

@@ -1,7 +1,8 @@
-"""MinHash over shards: datatrove's signatures and buckets, with files that are there whole or not at all.
+"""MinHash over shards: datatrove's signatures and buckets, with files that are written atomically.
 
-Two documents meet where all hashes of a bucket agree: with probability 1 - (1 - s^r)^b for b buckets of r hashes and
-documents whose sets of shingles have the similarity s (Broder 1997; Leskovec et al., Mining of Massive Datasets, 3.4).
+Two documents form a pair where all hashes of a bucket agree: with probability 1 - (1 - s^r)^b for b buckets of r hashes
+and documents whose sets of shingles have the similarity s (Broder 1997; Leskovec et al., Mining of Massive Datasets,
+3.4).
 """
 
 import functools
@@ -18,8 +19,8 @@ from data.cleaning.judge import check_installed, hash_config, load_words
 from data.errors import refuse
 from data.partial import move_into_place, partial_suffix
 
-SHINGLES_AT_ONCE = 1 << 14  # hashed by all functions at once: 15 MB with 112 of them
-FILES_BESIDE = 64  # that a process has open besides signatures
+SHINGLES_AT_ONCE = 1 << 14  # shingles hashed by all functions at once: 15 MB with 112 functions
+FILES_BESIDE = 64  # files that a process has open besides signatures
 
 
 class Signatures:
@@ -33,12 +34,12 @@ class Signatures:
         self.buckets: list[list[list[int]]] = [[] for _ in range(config.buckets)]
 
     def add(self, text: str, number: int) -> None:
-        """The signature of document ``number`` of the shard; one with fewer words than a shingle has none."""
+        """Adds the signature of document ``number`` of the shard; a text with fewer words than a shingle has none."""
         for bucket, hashes in zip(self.buckets, self.signature_of(text) or [], strict=False):
             bucket.append([*hashes, number])
 
     def signature_of(self, text: str) -> list[list[int]] | None:
-        """A list of hashes for each bucket: the least value of each hash function over the text's shingles."""
+        """A list of hashes for each bucket: each hash function's least value over the text's shingles; None without any."""
         shingles = self.step.get_shingles(text)
         parts = [
             np.array(self.step.get_signature(shingles[start : start + SHINGLES_AT_ONCE]), np.uint64)
@@ -47,7 +48,7 @@ class Signatures:
         return functools.reduce(np.minimum, parts).tolist() if parts else None
 
     def write(self, folder: Path, shard: int) -> list[Path]:
-        """Writes a file for each bucket into ``folder``, named by where it belongs below the folder of all shards."""
+        """Writes a file for each bucket below ``folder``, at its path below the folder of all shards."""
         paths = []
         for number, rows in enumerate(self.buckets):
             records = np.array([tuple(row) for row in sorted(rows)], _record(self.config))
@@ -58,7 +59,7 @@ class Signatures:
 
 
 def signature_name(bucket: int, shard: int) -> str:
-    """Where datatrove looks for a shard's signatures."""
+    """The path, below the folder of all shards, at which datatrove looks for a shard's signatures."""
     return f"bucket_{bucket:03d}/{shard:05d}.minhash.sig"
 
 
@@ -75,7 +76,7 @@ def _signature_step(config: NearConfig, words: str) -> Any:
 
 
 def minhash_config(config: NearConfig) -> Any:
-    """Datatrove's own config of the search for near copies."""
+    """Datatrove's config for the search for near-duplicates."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig
 
     return MinhashConfig(
@@ -88,10 +89,10 @@ def minhash_config(config: NearConfig) -> Any:
 
 
 def find_pairs(config: NearConfig, folder: Path, bucket: int, n_shards: int) -> Path:
-    """Writes the pairs of documents that meet in a bucket to ``pairs/near-NNN.dups``; memory holds a line of each file.
+    """Writes the pairs of documents whose hashes in a bucket agree to ``pairs/near-NNN.dups``; returns its path.
 
-    A pair is four little-endian uint32: shard and document of the earlier one, then of the later. Raises DataError
-    where more shards have to be open at once than the system allows.
+    A pair is four little-endian uint32: shard and document of the earlier one, then of the later. Memory holds one
+    record of each shard. Raises DataError where more shards have to be open at once than the system allows.
     """
     check_installed()
     from datatrove.pipeline.dedup.minhash import MinhashDedupBuckets
@@ -116,5 +117,5 @@ def find_pairs(config: NearConfig, folder: Path, bucket: int, n_shards: int) -> 
 
 
 def pairs_name(kind: str, number: int) -> str:
-    """A file of pairs, below the folder of all shards."""
+    """The path of a file of pairs, below the folder of all shards."""
     return f"pairs/{kind}-{number:03d}.dups"

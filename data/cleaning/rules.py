@@ -1,4 +1,4 @@
-"""The cheap rules of data.cleaning, all checked at once, without datatrove."""
+"""The rules of the config's data.cleaning section that are cheap to check; all broken ones are reported at once."""
 
 import os
 from dataclasses import fields
@@ -12,7 +12,7 @@ KEY = "data.cleaning"
 
 
 def check_cleaning(config: CleaningConfig, *, looks: bool) -> list[str]:
-    """One line for each rule that the section breaks; ``looks``: for files, too."""
+    """One line for each rule that the section breaks. ``looks``: also check that the named files exist."""
     found = []
     if not (config.sections or config.exact):
         stages = [field.name for field in fields(config) if field.name not in ("words", "max_chars")]
@@ -38,7 +38,7 @@ def check_cleaning(config: CleaningConfig, *, looks: bool) -> list[str]:
 
 
 def _check_prose(config: CleaningConfig) -> list[str]:
-    """What would drop every document, after hours of work."""
+    """Rules on settings that would drop every document, which would be noticed only after hours of work."""
     prose, key, found = config.gopher_quality, f"{KEY}.gopher_quality", []
     if prose is None:
         return found
@@ -67,7 +67,7 @@ def _lists(config: CleaningConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _paths(config: CleaningConfig) -> list[tuple[str, str]]:
-    """Each file that is named, with its key; an empty name in a list is told with the list."""
+    """(key, path) of each file that the section names; an empty name in a list is reported with the list."""
     found = [(f"{KEY}.language.model", config.language.model)] if config.language is not None else []
     files = config.decontaminate.files if config.decontaminate is not None else ()
     return [*found, *((f"{KEY}.decontaminate.files", path) for path in files if path)]

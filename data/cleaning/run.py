@@ -1,6 +1,6 @@
-"""Cleaning from end to end: shards, then pairs of copies, then which copies go; restartable task by task.
+"""Cleaning from end to end: shards, then pairs of copies, then which copies are removed; restartable task by task.
 
-Sources are cleaned together where a stage looks for copies, for these may lie in any of them, and else each by itself.
+Sources are cleaned together where copies are removed, since these may lie in any source, and otherwise each by itself.
 """
 
 import importlib.metadata
@@ -23,14 +23,14 @@ from data.manifest import INPUTS, remove_abandoned, write_json
 from data.shards import Plan, Shard, Slice
 from data.workers import run_in_processes, run_shards
 
-FEW_SHARDS = 32  # are looked through sooner than processes are started
-EXAMPLES = 3  # reasons in a refusal
+FEW_SHARDS = 32  # up to so many are searched for copies here faster than processes are started
+EXAMPLES = 3  # reasons that a refusal names
 LIBRARIES = ("datatrove", "spacy", "fasttext-numpy2-wheel")
 Progress = Callable[[int, int, int, int], None]
 
 
 def check_stages(config: CleaningConfig, folder: Path) -> None:
-    """Raises DataError where a stage cannot be had on this machine. Imports what the stages need: seconds."""
+    """Raises DataError where a stage is not available on this machine. Importing what they need takes seconds."""
     judge_here(config, folder / EVALUATIONS)
 
 
@@ -41,10 +41,10 @@ def clean_sources(
     progress: Progress | None,
     task: tuple[int, int],
 ) -> dict[int, list[Shard]] | None:
-    """The shards of these sources' cleaned texts; None where other tasks of an array have not done their share.
+    """Source number -> shards of its cleaned texts, for the ``wanted`` sources; None while other tasks are unfinished.
 
-    ``look(number)`` gives a source with its shards. Of each step ``task=(k, n)`` does the k-th of n shares; the
-    next step begins when all shares are there. Raises DataError where nothing of a source is kept.
+    ``look(number)`` gives a source's plan. ``task=(k, n)`` does the k-th of n shares of each step; the next step begins
+    when all shares are finished. Raises DataError where nothing of a source is kept.
     """
     found: dict[int, list[Shard]] = {}
     waiting = False
@@ -68,7 +68,7 @@ def _clean_group(
     progress: Progress | None,
     task: tuple[int, int],
 ) -> list[CleanedShard] | None:
-    """Does this task's share of the cleaning; returns all shards' records, None while other tasks' are missing."""
+    """Does this task's share of cleaning a group; returns all shards' records; None while others are unfinished."""
     assert config.cleaning is not None
     cleaning, (share, n_shares) = config.cleaning, task
     _begin(cleaning, config, group, sources)
@@ -118,7 +118,7 @@ def _silent(*_: object) -> None:
 
 
 def _begin(cleaning: CleaningConfig, config: DataConfig, group: Group, sources: dict[int, Plan]) -> None:
-    """Creates the folder, or finds it begun with the same files. Raises DataError where these have changed."""
+    """Creates the group's folder, or resumes it. Raises DataError where its input files have changed since it began."""
     folder, inputs = group.folder, inputs_of(cleaning, sources)
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
@@ -148,7 +148,7 @@ def _versions() -> dict[str, str]:
 def _clean_missing(
     tasks: Sequence[CleanTask], mine: Sequence[CleanTask], workers: int | None, progress: Progress | None
 ) -> None:
-    """Cleans those of ``mine`` that have no record, telling ``progress`` of them and of all that are finished."""
+    """Cleans the shards of ``mine`` without a record; ``progress`` is called with totals that include finished ones."""
     folder = tasks[0].folder
     records = {task.number: read_cleaned(folder, task.number) for task in tasks}
     sizes = {task.number: sum(piece.n_bytes for piece in task.shard) for task in tasks}
@@ -166,7 +166,7 @@ def _clean_missing(
 
 
 def _cleaned_shards(group: Group, source: Plan, records: Sequence[CleanedShard]) -> list[Shard]:
-    """A shard of cleaned texts for each of the source. Raises DataError where none of them holds one."""
+    """A shard of cleaned texts for each shard of the source. Raises DataError where no text is kept at all."""
     paths = [text_path(group.folder, record.number) for record in records]
     counts = [counts_of(path)[:2] for path in paths]
     n_documents, n_dropped = (sum(found) for found in zip(*((n, sum(d.values())) for n, d in counts), strict=True))

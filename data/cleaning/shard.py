@@ -1,4 +1,4 @@
-"""Cleans one shard: the work of one process. Reads it once, and leaves its texts, hashes, signatures and record."""
+"""Cleaning one shard, in one worker process: it is read once; texts, hashes, signatures and a record are written."""
 
 import functools
 import json
@@ -24,10 +24,10 @@ from data.shards import Shard
 from data.shardtask import Report, StoppedError
 from data.tally import Tally
 
-SAMPLES = 3  # of each reason in a shard
+SAMPLES = 3  # samples kept for each reason in a shard
 EXCERPT = 400  # characters of a sample
 EVALUATIONS = "evaluations"
-LEVEL = 3  # of zstandard
+LEVEL = 3  # zstandard's level of compression
 REPORTED = 1 << 20  # characters between two reports
 
 
@@ -36,11 +36,11 @@ class CleanTask:
     """Everything that a process needs to clean one shard."""
 
     folder: Path
-    number: int  # among those of all sources that are cleaned together
+    number: int  # the shard's among those of all sources that are cleaned together
     source_number: int
     shard: Shard
     source: SourceConfig
-    key: str  # the source, in errors
+    key: str  # the source's name in errors
     cleaning: CleaningConfig
 
 
@@ -52,14 +52,17 @@ class _Counts:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def show(self, name: str, sample: Sample) -> None:
-        """Keeps the sample, if it is among the first ones."""
+        """Keeps the sample if it is among the first SAMPLES with this name."""
         found = self.samples.setdefault(name, [])
         if len(found) < SAMPLES:
             found.append(sample)
 
 
 def clean_shard(task: CleanTask, report: Report, stopped: Callable[[], bool]) -> None:
-    """Writes the shard's files, then its record. Raises DataError where the input is wrong, StoppedError at an end."""
+    """Writes the shard's files, then its record.
+
+    Raises DataError where the input is wrong, and StoppedError where ``stopped()`` is true.
+    """
     partial = task.folder / f"shard-{task.number:05}.{partial_suffix()}"
     partial.mkdir(exist_ok=True)
     try:
@@ -74,7 +77,7 @@ def clean_shard(task: CleanTask, report: Report, stopped: Callable[[], bool]) ->
 def _clean_into(
     task: CleanTask, partial: Path, report: Report, stopped: Callable[[], bool]
 ) -> tuple[CleanedShard, list[Path]]:
-    """The record, and the files in ``partial``, named by where they belong."""
+    """(the record, the files written below ``partial``, each at its later place below the task's folder)."""
     judge, counts = _judge(task.cleaning, task.folder / EVALUATIONS), _Counts()
     tally, hashes = Tally(task.source.max_bad_share), []
     near = task.cleaning.near
@@ -126,12 +129,12 @@ def _clean_into(
 
 @functools.lru_cache(maxsize=1)
 def _judge(config: CleaningConfig, index: Path) -> Judge:
-    """A process's judge: it takes a second to make."""
+    """The process's judge, cached since making it takes a second."""
     return Judge(config, index)
 
 
 def _judged(judge: Judge, text: str, document: int, counts: _Counts) -> Verdict:
-    """The verdict, counted but for its reason."""
+    """The verdict on a text; changes and samples are added to ``counts``, dropped documents are not counted."""
     text = text.encode(errors="replace").decode()  # JSON can hold lone surrogates, UTF-8 cannot
     verdict = judge(text)
     if verdict.reason is not None:
@@ -144,7 +147,7 @@ def _judged(judge: Judge, text: str, document: int, counts: _Counts) -> Verdict:
 
 
 def _where_changed(before: str, after: str) -> tuple[str, str]:
-    """Excerpts of both around the first place at which they differ."""
+    """Excerpts of both texts around the first place where they differ."""
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
     start = max(0, at - EXCERPT // 4)
     return before[start : start + EXCERPT], after[start : start + EXCERPT]

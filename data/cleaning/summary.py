@@ -1,4 +1,4 @@
-"""What cleaning did to a source, summed over its shards: for the manifest, and for people."""
+"""Summaries of what cleaning did to a source, over its shards: for the manifest, and for users."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,10 @@ from data.config import DataConfig, SourceConfig
 
 
 def summary_of(config: DataConfig, source: SourceConfig) -> dict[str, Any]:
-    """Documents that came in, kept, dropped by reason and changed by stage; the settings are in the folder named."""
+    """Counts of a source's documents: read, kept, dropped by reason and changed by stage; and the name of the folder.
+
+    The folder holds the settings.
+    """
     number = config.sources.index(source)
     group = next(each for each in groups_of(config) if number in each.numbers)
     dropped: dict[str, int] = {}
