@@ -202,7 +202,7 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(text: str, start: int, stop: int) -> int:
-    """The end of a piece of ``text[start:stop]``: after the last line end between two characters that are no whitespace.
+    """The end of a piece of ``text[start:stop]``: after the last line end between two visible characters.
 
     Tokenizers that split at whitespace split there too, so the tokens of both sides are those of the whole. Without
     such a line end it is before the last such space (where they split); without any, after the last line end, or

@@ -15,7 +15,7 @@ from data.cleaning.filters import filters_of
 from data.errors import DataError, reason_of, refuse
 
 INSTALL = "pip install 'roundtable[clean]', or set data.cleaning to null"
-# Word tokenizers are quadratic in the length of such a run: 15 s for 10,000 brackets, 5 s for 55,000 characters of URLs.
+# Word tokenizers are quadratic in the length of a run: 15 s for 10,000 brackets, 5 s for 55,000 characters of URLs.
 RUNS = (  # each with the largest sum of squared lengths that a document may have, about 3 s
     (re.compile(r"[^\w\s]{50,}"), 2 * 10**7),  # neither letters, digits nor white space
     (re.compile(r"[!-~]{1000,}"), 10**9),  # ASCII without white space

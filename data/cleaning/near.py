@@ -39,7 +39,7 @@ class Signatures:
             bucket.append([*hashes, number])
 
     def signature_of(self, text: str) -> list[list[int]] | None:
-        """A list of hashes for each bucket: each hash function's least value over the text's shingles; None without any."""
+        """Each bucket's list of hashes: each function's least value over the text's shingles; None without any."""
         shingles = self.step.get_shingles(text)
         parts = [
             np.array(self.step.get_signature(shingles[start : start + SHINGLES_AT_ONCE]), np.uint64)
