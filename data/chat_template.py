@@ -38,7 +38,10 @@ class BrokenTemplate(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as text, and the ranges of its characters that are targets. ``exact``: not found message by message."""
+    """A chat as text, and the ranges of its characters that are targets.
+
+    ``exact`` is false where the ranges were found by rendering the chat message by message.
+    """
 
     text: str
     spans: list[Span]

@@ -91,7 +91,7 @@ class FillInTheMiddle:
 
 
 def fill_in_the_middle(config: DataConfig, seed: int, prepared: Prepared, vocab_size: int) -> FillInTheMiddle | None:
-    """The config's settings; None where data.fim_rate is 0. Raises DataError where the tokenizer lacks a token."""
+    """The config's settings; None where data.fim_rate is 0. Raises DataError where a token of them is missing."""
     if not config.fim_rate:
         return None
     ids = fim_ids(config, prepared.tokenizer, vocab_size)

@@ -22,7 +22,7 @@ Line = tuple[bytes, int]  # the line, newline included, and the byte of the text
 
 
 def read_lines(piece: Slice) -> Iterator[Line]:
-    """(line, its first byte) of each line of a compressed file, or of those that begin in [start, stop) of a plain one.
+    """(line, place of its first byte) of all lines of a compressed file, or of those beginning in a plain slice.
 
     Raises DataError for a line longer than LONGEST_LINE and for a file that unpacks to far too much, and OSError,
     EOFError, zlib.error or ZstdError where it cannot be read.

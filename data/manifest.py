@@ -84,7 +84,7 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Deletes partial files and folders in ``folder`` that processes of this machine left which no longer live."""
+    """Deletes partial files and folders in ``folder`` left by processes of this machine that no longer live."""
     for partial in folder.glob("*.partial-*"):
         node, _, pid = partial.name.partition(".partial-")[2].rpartition("-")
         if node == os.uname().nodename and not Path(f"/proc/{pid}").exists():

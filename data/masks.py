@@ -93,7 +93,7 @@ class Masks:
         return found[start % 8 : start % 8 + stop - start].view(bool)
 
     def ranges(self, file: int, start: int, stop: int) -> list[list[int]]:
-        """The targets among the tokens [start, stop) of a file, as half-open ranges [first, end] of tokens."""
+        """The targets among the tokens [start, stop) of a file, as half-open ranges [first, stop]."""
         edges = np.diff(self.of_range(file, start, max(start, stop)).astype(np.int8), prepend=0, append=0)
         return (start + np.flatnonzero(edges).reshape(-1, 2)).tolist()
 

@@ -11,7 +11,7 @@ Little-endian, and byte for byte reproducible. The file is mapped into memory, a
 any size: of a large .idx only samples spread over it are compared with their hash. The whole .idx is hashed where it is
 small, and at a start where its modification time is not before the packing's.
 
-Packings of magic "RTPACK\0\1" lack the last number, and have a fingerprint of the .idx's ends for the hash of samples.
+Packings of magic "RTPACK\0\1" lack the last number, and hold a fingerprint of the .idx's ends, not a sampled hash.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Token files at URLs, on object stores or anywhere that fsspec can open: their part on this machine.
+"""Token files at URLs, on object stores or anywhere that fsspec can open, and what this machine keeps of them.
 
 The URL of a PREFIX stands for PREFIX.bin, PREFIX.idx and, if it exists, PREFIX.mask. The last two are downloaded whole;
 the first is read through a cache of blocks. On this machine they form a token file like any other, except for its .bin:

@@ -205,8 +205,8 @@ def _cut(text: str, start: int, stop: int) -> int:
     """The end of a piece of ``text[start:stop]``: after the last line end between two visible characters.
 
     Tokenizers that split at whitespace split there too, so the tokens of both sides are those of the whole. Without
-    such a line end it is before the last such space (where they split); without any, after the last line end, or
-    ``stop``.
+    such a line end it is before the last space between visible characters (where they split); without that, after
+    the last line end, or ``stop``.
     """
     first = max(start + 1, stop - CUT_CHARACTERS)
     for mark, goes_with in (("\n", 1), (" ", 0)):

@@ -18,7 +18,7 @@ CHUNK = 1 << 16  # entries of the .idx in memory at once
 
 
 class TokenFileWriter:
-    """Writes documents into PREFIX.bin and PREFIX.idx, each as one sequence.
+    """Writes documents into PREFIX.bin and PREFIX.idx, each document as one sequence.
 
     All files are written under temporary names; ``finish`` syncs and renames them, ``abort`` deletes them, and a killed
     process leaves nothing under PREFIX. Lengths are written to their place in the .idx at once, and the rest of it by

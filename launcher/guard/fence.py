@@ -41,8 +41,8 @@ class Fence:
     def held(self) -> Iterator[None]:
         """A context in which this process may change the run directory: it is locked, and no later start has begun.
 
-        Raises StaleRun where a later start has increased it or the file was removed or changed, and OSError where the
-        lock is not free within LOCK_SECONDS.
+        Raises StaleRun where a later start has increased the token, or the fence file was removed or changed, and
+        OSError where the lock is not free within LOCK_SECONDS.
         """
         with _locked(self.run_path, self._open()) as handle:
             latest = _token(os.pread(handle, LONGEST, 0))

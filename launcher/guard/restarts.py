@@ -15,7 +15,7 @@ NEVER_AGAIN = (2, STOPPED)  # exit codes after which ranks are not started again
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart of all ranks: the how-manieth it is, how many are allowed, and the failure before it."""
+    """One restart of all ranks: its number, from 1, how many are allowed, and the failure before it."""
 
     number: int
     allowed: int

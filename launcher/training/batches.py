@@ -1,4 +1,4 @@
-"""A batch between the reader and the training step: in the token file's narrow types, or as full int64 arrays.
+"""A batch between the reader and the training step: in the token file's narrow types, or as its full arrays.
 
 Shape letters: B micro-batch, S sequence, W = S + 1 tokens of a window, F documents' parts, N = B * S.
 """

@@ -19,7 +19,7 @@ Compile = Literal["auto", "on", "off"]
 def fuse_of(choice: Compile, device_type: str, piece_bytes: int = PIECE_BYTES) -> Fuse:
     """How chains are computed for this train.compile on a device that has a compiler: "auto" compiles on GPUs only.
 
-    On a CPU, chains that are not compiled are computed in pieces of rows of ``piece_bytes``.
+    On a CPU, chains that are not compiled are computed in pieces of rows, of ``piece_bytes`` each.
     """
     if choice == "on" or (choice == "auto" and device_type == "cuda"):
         return compiled

@@ -44,7 +44,7 @@ def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
 
 
 def product_bytes(config: RunConfig) -> float:
-    """Bytes that oneDNN caches for the experts' products, which it builds once for each number of rows; 0 elsewhere.
+    """Bytes that oneDNN caches for the experts' products where it builds one for each number of rows; else 0.
 
     The numbers of rows are those of ``modeling.kernels.row_counts``.
     """

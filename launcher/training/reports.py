@@ -83,7 +83,7 @@ def report_compiled(watchers: Watchers | NullWatchers, step: int, n_before: int)
 
 
 def report_packing(watchers: Watchers | NullWatchers, dataset: Dataset, step: int) -> None:
-    """Logs the event "packing" where documents are packed: the shares of padding and of cut documents."""
+    """Logs the event "packing" where documents are packed: the shares of padding, cut documents and left-out tokens."""
     shares = dataset.packed
     if shares is not None:
         watchers.event({"step": step, "event": "packing", **shares})

@@ -93,7 +93,7 @@ def how_to_go_on(config: RunConfig, command: str) -> str:
 def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: int) -> int:
     """Trains as one rank of a running job of ``job_size`` processes; returns the exit code.
 
-    Where the ranks disagree or a check fails, all ranks refuse together.
+    Every rank makes the same checks, so that all of them refuse a bad config, or a disagreement between ranks.
     """
     end_with_job()
     check_ranks(ranks, job_size)
