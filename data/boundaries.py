@@ -25,7 +25,7 @@ class Boundaries:
 
     def __init__(self, files: Sequence[TokenFile], max_in_memory: int = MAX_DOCUMENTS_IN_MEMORY) -> None:
         self._files = files
-        self._base = np.cumsum([0, *(file.n_tokens for file in files)])  # each file's first token among all
+        self._base = np.cumsum([0, *(file.n_tokens for file in files)])  # files' first tokens, if laid end to end
         self._starts: np.ndarray | None = None
         if files and sum(file.n_sequences + file.n_documents for file in files) <= 2 * max_in_memory:
             bases = self._base[:-1].tolist()

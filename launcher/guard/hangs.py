@@ -37,7 +37,7 @@ class Seen:
     failed: tuple[str, int] | None = None  # an exception of its own, in one line, and the exit code
     cut: tuple[float, str] | None = None  # when and how it lost a connection
     gone: bool = False  # its process ended without a message
-    left: bool = False  # it ended regularly
+    left: bool = False  # it ended in the normal way
 
 
 @dataclass(frozen=True)
