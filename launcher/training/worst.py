@@ -1,6 +1,7 @@
 """The logical tensor whose gradient is most likely to blame for a bad step, and the rank that holds it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ def worst_gradient(engine: Engine) -> Worst:
     names = [name for name in engine.layout if any(name in held for _, held in everyone)]
     total = {name: add_up([held[name] for _, held in everyone if name in held]) for name in names}
     bad = [name for name in names if total[name].n_nonfinite]
-    worst = bad[-1] if bad else max(names, key=lambda name: ratio(total[name]))
+    worst = bad[-1] if bad else largest(total, {name: math.prod(engine.layout[name].shape) for name in names})
 
     def badness(row: tuple[str, dict[str, Held]]) -> tuple[int, float]:
         held = row[1].get(worst, Held(0.0, 0.0, 0))
@@ -84,6 +85,15 @@ def add_up(parts: list[Held]) -> Held:
     return Held(sum(part.gradient for part in parts), sum(part.weight for part in parts), n_nonfinite, n_counted)
 
 
-def ratio(held: Held) -> float:
-    """The squared ratio of the gradient's norm to the weight's; the weight's is taken as at least 1e-15."""
-    return held.gradient / max(held.weight, 1e-30)
+def largest(total: Mapping[str, Held], n_elements: Mapping[str, int]) -> str:
+    """The tensor with the largest norm of its gradient in proportion to its weight's norm; all numbers are finite.
+
+    A weight whose root mean square is below that of all weights together counts as if it had that one. Otherwise a
+    bias that started at zero would be named whatever its gradient.
+    """
+    usual = sum(held.weight for held in total.values()) / sum(n_elements.values())  # mean square of all elements
+
+    def ratio(name: str) -> float:
+        return total[name].gradient / max(total[name].weight, usual * n_elements[name], 1e-30)
+
+    return max(total, key=ratio)

@@ -13,7 +13,7 @@ from data.dataset import open_dataset
 from data.tokenwriter import TokenFileWriter
 from launcher.config.tree import HealthConfig
 from launcher.training.health import Health, examine, robust_z, stop_line
-from launcher.training.worst import Held, add_up, held_sums
+from launcher.training.worst import Held, add_up, held_sums, largest
 from launcher.watch.metrics import MetricsFile, read_metrics
 from launcher.watch.progress import TRACE_POINTS, RunProgress, event_text
 
@@ -130,6 +130,19 @@ def test_an_element_that_only_a_copy_sees_is_told():
     assert add_up([held_of((sound, 1.0)), held_of((bad, 0.0))]).n_nonfinite == 1
     assert add_up([held_of((sound, 0.25))] * 3 + [held_of((bad, 0.25))]).n_nonfinite == 1
     assert add_up([held_of((sound, 1.0)), held_of((sound, 0.0))]).n_nonfinite == 0
+
+
+def test_a_bias_near_zero_is_not_the_worst_tensor_for_that():
+    """Two matrices of 64 x 64 with weights of 0.02, and a bias of 64 after one small update."""
+    sizes = {"first": 64 * 64, "second": 64 * 64, "bias": 64}
+    weights = {"first": 4096 * 0.02**2, "second": 4096 * 0.02**2, "bias": 64 * 1e-6**2}
+    gradients = {"first": 0.1, "second": 0.1, "bias": 0.003}  # squared: the bias's elements have 1.4 times theirs
+    held = {name: Held(gradients[name], weights[name], 0) for name in sizes}
+    held["second"].gradient *= 1e4
+    assert largest(held, sizes) == "second"
+    held["bias"].gradient *= 1e5
+    assert largest(held, sizes) == "bias"
+    assert largest({name: Held(gradients[name], 0.0, 0) for name in sizes}, sizes) == "first"
 
 
 def test_documents_of_a_sample_are_those_its_input_tokens_lie_in(tmp_path):
