@@ -1,4 +1,4 @@
-"""Numbers as text: sparklines, heat bars, durations. Pure functions, shared by the terminal's two views."""
+"""Text renderings of numbers: sparklines, load bars and durations. Pure functions, shared by both terminal views."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,10 @@ ASCII_BARS = "_.-:=+*#"  # for a terminal whose encoding lacks the blocks
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """The values as one line of at most ``width`` bars, averaged where there are more; a NaN shows as a cross."""
+    """The values as one line of at most ``width`` bars, scaled from the lowest to the highest.
+
+    More values than bars are averaged in groups; a group whose mean is NaN or infinite is shown as ``x``.
+    """
     means = [_mean(part) for part in split_evenly(values, width)]
     finite = [value for value in means if math.isfinite(value)]
     if not finite:
@@ -23,7 +26,7 @@ def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
 def load_bars(shares: Sequence[float], width: int) -> list[float]:
     """The load of each expert (share times number of experts; 1 is balanced), in at most ``width`` cells.
 
-    Where there are more experts than cells, a cell shows the load in its group that is furthest from 1.
+    Where there are more experts than cells, a cell shows the load in its group that is furthest from 1 on a log scale.
     """
     loads = [share * len(shares) for share in shares]
     return [max(part, key=lambda load: abs(math.log(max(load, 1e-3)))) for part in split_evenly(loads, width)]
@@ -41,7 +44,7 @@ def split_evenly(values: Sequence[float], n_parts: int) -> list[Sequence[float]]
 
 
 def duration(seconds: float) -> str:
-    """A time as people read it: 0:42, 12:03, 3:07:00, 2d 4:00:00."""
+    """A duration as people read it, rounded to whole seconds: 0:42, 12:03, 3:07:00, 2d 4:00:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, in the order of the steps.
+"""Writes and reads metrics.jsonl: one JSON object a line, in the order of the steps.
 
 Three kinds of rows, told apart by their keys: an update has ``loss``, an evaluation has ``eval_loss`` and no ``loss``,
 and an event has ``event``. Every row has ``step``. Numbers are written unrounded (Python's repr, which reads back to
@@ -30,15 +30,15 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """The writer. Only rank 0 opens one; each row reaches the operating system before ``write`` returns.
+    """The writer of metrics.jsonl. Only rank 0 opens one; each row reaches the operating system in ``write``.
 
-    Rows for which a full disk has no room wait in memory, and are written with the next one for which there is.
+    Rows for which a full disk has no room wait in memory. Each later ``write`` and ``sync`` tries to write them again.
     """
 
     def __init__(self, path: Path, guard: Guard = nullcontext) -> None:
         """Opens ``path`` for appending and creates it where it is missing; its directory must exist.
 
-        Each row is written within ``guard()``, which raises where this process may write no more.
+        Each row is written within ``guard()``, a context manager that raises where a later start owns the run.
         """
         self.path = path
         self._guard = guard
@@ -48,11 +48,11 @@ class MetricsFile:
 
     @classmethod
     def resume(cls, path: Path, step: int, guard: Guard = nullcontext) -> Self:
-        """The writer of a run restored at ``step`` (0: from the start), with every later row and a torn line dropped.
+        """The writer of a run restored at ``step`` (0: from the start); later rows and a torn last line are removed.
 
-        The file is replaced by a rename, so that a kill in between leaves the old one or the new one; where nothing is
-        to be dropped, it is left alone. Raises UserError where a line other than the last is damaged or out of order;
-        the file is then left as it is.
+        The shortened file replaces the old one by a rename, so that a kill in between leaves one of the two whole.
+        Where nothing has to be removed, the file is not touched. Raises UserError where a line other than the last is
+        damaged or out of order; the file is then left as it is.
         """
         with guard():
             file = cls(path, guard)
@@ -65,12 +65,12 @@ class MetricsFile:
             return file
 
     def rewind(self, step: int) -> None:
-        """Drops the rows past ``step``, of a run that goes back to it; events stay, since they happened."""
+        """Removes the rows of steps after ``step``, for a run that rolls back to it; event rows stay."""
         with self._lock, self._guard():
             self._drop(step, keeps_events=True)
 
     def _drop(self, step: int, keeps_events: bool = False) -> None:
-        """Drops the rows past ``step``: by a copy that is renamed, or in place where there is no room for one."""
+        """Removes the rows after ``step``: by a renamed copy, or in place where a full disk has no room for a copy."""
         shortened = self.path.with_name(self.path.name + ".tmp")
         try:
             self._drain()
@@ -89,9 +89,10 @@ class MetricsFile:
             self._drain_what_fits()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row. A killed process loses nothing of it, or leaves a torn last line. After ``close``: nothing.
+        """Appends one row; after ``close`` it does nothing. A process killed in between may leave a torn last line.
 
-        The watchdog's thread closes the file of a run that ends, while the main thread may still have rows.
+        Writing after ``close`` is allowed because the watchdog's thread closes the file of a run that ends, while the
+        main thread may still have rows to write.
         """
         line = encode_row(row).encode() + b"\n"
         with self._lock:
@@ -102,16 +103,17 @@ class MetricsFile:
                 self._drain_what_fits()
 
     def sync(self) -> None:
-        """Forces the rows to disk. Called before a checkpoint, so that a power cut cannot lose rows that it counts.
+        """Forces all rows to disk with fsync.
 
-        Raises OSError where a full disk still has no room for all of them.
+        Called before a checkpoint is committed, so that a power cut cannot lose rows of steps before the checkpoint.
+        Raises OSError where a full disk still has no room for all rows.
         """
         with self._lock, self._guard():
             self._drain()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file, and tells how many rows found no room; a second call does nothing."""
+        """Closes the file and prints how many rows a full disk had no room for; a second call does nothing."""
         with self._lock:
             try:
                 if self._waiting:
@@ -126,14 +128,14 @@ class MetricsFile:
                 self._file.close()
 
     def _drain(self) -> None:
-        """Writes what waits. Raises StaleRun where the file at ``path`` is no longer the one that is open here."""
+        """Writes the waiting bytes. Raises StaleRun where ``path`` no longer names the file that is open here."""
         if not _is_at(self._file, self.path):
             raise StaleRun(f"{self.path} was taken away or replaced while the run trained{ENDS}")
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _drain_what_fits(self) -> None:
-        """As ``_drain``; what a full disk has no room for waits on."""
+        """Writes as many waiting bytes as the disk has room for; the rest stays in memory."""
         try:
             self._drain()
         except OSError as error:
@@ -166,7 +168,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with tensors and NumPy values turned into Python numbers and lists, so that every reader gets the same.
+    """The row with tensors and NumPy values turned into Python numbers and lists, for all that take rows.
 
     Tensors must lie on the CPU or be cheap to wait for: this is where a CUDA value is fetched.
     """
@@ -183,7 +185,7 @@ def encode_row(row: Mapping[str, Any]) -> str:
 
 
 def encode_json(value: Any, indent: int | None = None) -> str:
-    """Valid JSON of what a command says of a run; NaN and infinities are the strings that they are in a row."""
+    """A command's result as valid JSON; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"."""
     return json.dumps(_encode(value), allow_nan=False, indent=indent)
 
 
@@ -198,7 +200,7 @@ def _copy_rows(source: Path, target: Path, last_step: int, keeps_events: bool = 
 
 
 def _ends_by(path: Path, last_step: int) -> bool:
-    """Whether the file holds whole lines of rows up to ``last_step`` alone, so that nothing is to be dropped."""
+    """Whether the file holds nothing but whole lines of rows up to ``last_step``, so that nothing has to be removed."""
     end, line = 0, b"\n"
     for line, row in read_rows(path):
         if row["step"] > last_step:
@@ -208,9 +210,10 @@ def _ends_by(path: Path, last_step: int) -> bool:
 
 
 def _split_rows(path: Path, waiting: bytes, last_step: int, keeps_events: bool) -> tuple[int, bytes]:
-    """Where the first line begins that is to be dropped, or is not whole on disk; and the lines from there that stay.
+    """The byte offset to truncate the file at, and the lines after it that must be written again.
 
-    ``waiting`` is what is still to be written: it begins with the rest of a line whose first part is in the file.
+    The offset is that of the first line that has to go, or that is not whole on disk. ``waiting`` are the bytes not
+    yet written; they may begin with the rest of a line whose first part is already in the file.
     """
     size, position, end, kept = path.stat().st_size, 0, None, b""
     for line in _with_waiting(path, waiting):
@@ -225,7 +228,7 @@ def _split_rows(path: Path, waiting: bytes, last_step: int, keeps_events: bool) 
 
 
 def _with_waiting(path: Path, waiting: bytes) -> Iterator[bytes]:
-    """The file's lines, then those that wait; one that is torn between them comes whole."""
+    """The file's lines, then the waiting ones; a line split between file and ``waiting`` comes as one whole line."""
     torn = b""
     with path.open("rb") as file:
         for line in file:
@@ -263,9 +266,10 @@ def _decode(value: Any) -> Any:
 def read_rows(
     path: Path, shorten: Callable[[bytes], bytes] = lambda line: line
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and its row as it stands, in bounded memory; a torn last line is left out.
+    """Yields each line and its row, in bounded memory; a torn last line is left out.
 
-    ``shorten`` may take out of a line what the caller does not need, before it is parsed; the line comes whole.
+    NaN and infinities stay the strings that the file has. ``shorten`` may remove from a line what the caller does not
+    need before it is parsed; the line itself is yielded whole.
     Raises UserError for any other line that is no row, and for an update whose step is not above those before it.
     """
     damaged, newest = None, -1
@@ -285,7 +289,7 @@ def read_rows(
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The file's lines; of one that is longer than LONGEST_LINE its beginning."""
+    """The file's lines; a line of more than LONGEST_LINE bytes is cut off there."""
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE):
             yield line
@@ -294,7 +298,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row of a line, or None where the line is torn, or not of a run."""
+    """The row of a line, or None where the line is torn or is not a row: an object with a step and numeric losses."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # of ValueError: JSONDecodeError and UnicodeDecodeError

@@ -1,4 +1,4 @@
-"""How evenly a mixture's experts are loaded: who was chosen how often.
+"""Metrics of the experts' load in MoE layers: each expert's share of the tokens, extremes, idle and dropped.
 
 Shape letters: T tokens, E experts, K top_k.
 """
@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-# Shares that each row may have without being asked to: some 20 kB. 58 layers of 256 experts are 300 kB a step.
+# With at most so many shares (some 20 kB) every row has them by default; 58 layers of 256 experts are 300 kB a step.
 MOST_SHARES = 1024
-SHARES_EVERY_STEPS = 100  # of a model with more
+SHARES_EVERY_STEPS = 100  # default interval for models with more shares
 
 
 def shows_shares(step: int, last_step: int, every_steps: int | None, n_shares: int) -> bool:
-    """Whether the row of an update has each expert's share, ``n_shares`` in all: the first and the last one's do.
+    """Whether the row of update ``step`` lists the share of every expert, ``n_shares`` numbers in all.
 
-    Of the others, multiples of ``every_steps`` (metrics.expert_shares_every_steps); None: each where the shares are
-    few, else multiples of SHARES_EVERY_STEPS.
+    The rows of the first and the last update always do, and so do multiples of ``every_steps``
+    (metrics.expert_shares_every_steps). None means every update for at most MOST_SHARES shares, else multiples of
+    SHARES_EVERY_STEPS.
     """
     every_steps = every_steps or (1 if n_shares <= MOST_SHARES else SHARES_EVERY_STEPS)
     return step in (1, last_step) or step % every_steps == 0
@@ -27,17 +28,17 @@ def shows_shares(step: int, last_step: int, every_steps: int | None, n_shares: i
 def load_metrics(
     counts_by_layer: Mapping[int, ArrayLike], *, n_tokens: int, top_k: int, with_shares: bool = True
 ) -> dict[str, Any]:
-    """One update's keys about the experts' load, flat, for a row of metrics.jsonl.
+    """The keys of one update's row of metrics.jsonl that describe the experts' load.
 
     ``counts_by_layer`` holds for each MoE layer (keyed by its index in the decoder) the tokens that each expert
-    processed, counts_E, whole numbers over the whole global batch. ``n_tokens`` is the number of tokens routed, padding
-    left out. For ``moe/dropped`` to mean something, the counts must be of the rows that the experts were given, not of
+    processed, counts_E, whole numbers over the whole global batch. ``n_tokens`` is the number of tokens routed, without
+    padding. For ``moe/dropped`` to mean something, the counts must be of the rows that the experts were given, not of
     the router's choices.
 
-    Keys: ``load_max`` and ``load_min`` the largest and smallest share times E (1: balanced, E: all on one expert);
-    with ``with_shares``, ``moe/layer_00/load`` the shares of each expert (they sum to 1); ``moe/idle`` the part of all
-    layers' experts that got no token; ``moe/dropped`` tokens sent minus tokens processed, over all layers (0, as
-    routing is dropless).
+    Keys: ``moe/layer_00/load_max`` and ``moe/layer_00/load_min``, the largest and smallest share times E (1: balanced,
+    E: all on one expert); with ``with_shares`` ``moe/layer_00/load``, each expert's share (they sum to 1);
+    ``moe/idle``, the fraction of all layers' experts that got no token; ``moe/dropped``, each layer's difference of
+    n_tokens * top_k and the processed tokens, summed over the layers (0, as routing is dropless).
     """
     row: dict[str, Any] = {}
     dropped, idle, experts = 0, 0, 0

@@ -1,11 +1,11 @@
-"""What stands for the W&B run where there is none."""
+"""The stand-in for a W&B run where nothing is logged to W&B."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class NullRun:
-    """No W&B: mode disabled, or not even an offline run could be opened."""
+    """A run that logs nothing: the mode is disabled, or not even an offline W&B run could be opened."""
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Does nothing."""

@@ -1,4 +1,4 @@
-"""Writing a picture where a user wants it."""
+"""Checks the path of a picture that a command is to write, and saves the figure there."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,10 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def check_picture(target: Path, key: str, usual: str) -> None:
-    """Refuses a picture that cannot be written, before anything is read; ``key`` is what the user set to its path."""
+    """Raises UserError where a picture cannot be written to ``target``; called before anything slow is done.
+
+    ``key`` is the option that the user set to the path, and ``usual`` an example value for the message.
+    """
     if target.suffix.lower() not in ENDINGS:
         raise UserError([f"{key}={target} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; try {usual}"])
     rule = why_not_writable(target.parent)
@@ -28,7 +31,10 @@ def check_picture(target: Path, key: str, usual: str) -> None:
 
 
 def save_picture(figure: Figure, target: Path, key: str) -> None:
-    """Writes the figure to ``target``; a full disk, Ctrl-C or SIGTERM leaves the picture that was there, or none."""
+    """Writes the figure to ``target`` at 150 dpi. Raises UserError where the file cannot be written.
+
+    After a full disk, Ctrl-C or SIGTERM, ``target`` is the picture that was there before, or missing.
+    """
     try:
         with undoing(), new_file(target) as partial:
             figure.savefig(partial, dpi=150)

@@ -1,4 +1,4 @@
-"""A run as one picture: losses, learning rate, and how each MoE layer's experts shared the tokens.
+"""Plots a run as one picture: losses, learning rate, and each MoE layer's expert load over the steps.
 
 Shape letters: N updates, P columns of pixels, E experts.
 """
@@ -65,16 +65,16 @@ def draw(name: str, updates: Sequence[Mapping[str, Any]], evaluations: Sequence[
 
 
 def average_columns(values_NE: np.ndarray, n_columns: int) -> np.ndarray:
-    """columns_PE: the updates averaged, in order, into P = min(n_columns, N) groups of nearly equal size."""
+    """The mean over each of P = min(n_columns, N) groups of successive updates of nearly equal size, as [P, E]."""
     groups = np.array_split(values_NE, min(n_columns, len(values_NE)))
     return np.stack([group.mean(axis=0) for group in groups])
 
 
 def smooth(values_N: np.ndarray, window: int, *, steady_end: bool = False) -> np.ndarray:
-    """The mean of each value and its neighbors, equally many on both sides and ``window`` in all; NaNs are left out.
+    """The centered moving average of the values over ``window`` of them; NaNs and infinities are left out.
 
-    Near the ends there are fewer neighbors, so that a falling curve is not bent. With ``steady_end`` the last values
-    keep those before them, so that a flat curve does not end in noise.
+    Near the ends the window shrinks on both sides, so that a falling curve is not bent. With ``steady_end`` only the
+    side past the end shrinks, so that the last values are still averaged and a flat curve does not end in noise.
     """
     finite_N = np.isfinite(values_N)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite_N, values_N, 0.0))])
@@ -88,7 +88,7 @@ def smooth(values_N: np.ndarray, window: int, *, steady_end: bool = False) -> np
 
 
 def numbers(updates: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """A key's values, one for each update; NaN where an update lacks it."""
+    """The values of ``key``, one for each update, as float64 [N]; NaN where an update lacks the key."""
     return np.array([row.get(key, math.nan) for row in updates], dtype=np.float64)
 
 
@@ -140,14 +140,14 @@ def _draw_loss(axes: Axes, steps: list[int], loss_N: np.ndarray, evaluations: Se
 
 
 def _marker(steps: list[int]) -> str | None:
-    """Points where there are too few steps for a line."""
+    """The marker of a curve's points: "o" where there are too few steps for a line, else None."""
     return "o" if len(steps) < 3 else None
 
 
 def _draw_loads(part: SubFigure, updates: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
     """One heat map for each MoE layer: steps to the right, experts upward, load as color (white is balanced).
 
-    Of updates whose rows lack the shares nothing is shown; those that have them lie evenly.
+    Updates whose rows lack the shares are left out; the remaining ones are drawn at equal distances.
     """
     with_load = [row for row in updates if all(key in row for key in keys)]
     loads = [np.array([row[key] for row in with_load]) for key in keys]

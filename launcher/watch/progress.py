@@ -1,4 +1,4 @@
-"""What the terminal's views remember of a run: the latest numbers, the loss so far, the pace."""
+"""The state behind the terminal views of a run: the latest numbers, the loss curve so far, and the time left."""
 
 import time
 from collections import deque
@@ -9,13 +9,13 @@ from typing import Any
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
 from launcher.watch.moe import load_keys
 
-PACE_ROWS = 64  # updates over which the pace is measured: evaluations and checkpoints in between count
+PACE_ROWS = 64  # updates over which the speed is measured; time of evaluations and checkpoints in between counts
 TRACE_POINTS = 512
 EVENTS_KEPT = 3
 
 
 class Trace:
-    """A series of any length in at most TRACE_POINTS means of equally many neighboring values."""
+    """A series of any length, kept as at most TRACE_POINTS means of equally many neighboring values each."""
 
     def __init__(self) -> None:
         self.means: list[float] = []
@@ -24,7 +24,7 @@ class Trace:
         self._pending: list[float] = []
 
     def add(self, value: float) -> None:
-        """Appends a value; halves the resolution when the points run out."""
+        """Appends a value; when TRACE_POINTS is reached, neighboring means are merged in pairs."""
         if self.first is None:
             self.first = value
         self._pending.append(value)
@@ -36,13 +36,13 @@ class Trace:
             self._group *= 2
 
     def rewind(self, n_values: int) -> None:
-        """Forgets all but the first ``n_values``, to within one group."""
+        """Removes all but the first ``n_values``, rounded down to whole groups."""
         self.means = self.means[: n_values // self._group]
         self._pending.clear()
 
 
 class RunProgress:
-    """A run as rows of metrics.jsonl describe it; ``observe`` takes them as they come."""
+    """The progress of a run, kept up to date from rows of metrics.jsonl that are passed to ``observe``."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class RunProgress:
     ) -> None:
         """``first_step`` is the first update of this process: 1, or the restored step + 1.
 
-        ``every_steps``: of the updates between the first and the last, only multiples of it change ``update``.
+        ``every_steps``: only the rows of multiples of it, and of the first and last update, replace ``update``, the
+        latest numbers to show; None: every update's.
         """
         self.total_steps = total_steps
         self.batches = batches
@@ -65,7 +66,7 @@ class RunProgress:
         self.every_steps = every_steps
         self.step = first_step - 1
         self.update: dict[str, Any] = {}
-        self.loads: dict[str, Any] = {}  # the latest update that tells each expert's share
+        self.loads: dict[str, Any] = {}  # the latest shown update whose row has each expert's share
         self.evaluation: dict[str, Any] = {}
         self.checkpoint_step: int | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
@@ -95,7 +96,7 @@ class RunProgress:
         return step % (self.every_steps or 1) == 0 or step in (self.first_step, self.total_steps)
 
     def rewind(self, step: int) -> None:
-        """Goes back to ``step``; what was seen of later steps is forgotten, but not the events."""
+        """Goes back to ``step``: losses and evaluations of later steps are removed, events stay."""
         self.step = step
         if self.evaluation.get("step", 0) > step:
             self.evaluation = {}
@@ -104,14 +105,14 @@ class RunProgress:
         self._moments.clear()
 
     def _clock(self, row: Mapping[str, Any]) -> None:
-        """Notes when an update ended, and of the first one when it began: what came before is start-up, not pace."""
+        """Notes the time at which an update ended, and for the first one also its beginning, to leave out start-up."""
         now = time.monotonic()
         if not self._moments and "step_seconds" in row:
             self._moments.append((now - row["step_seconds"], self.step - 1))
         self._moments.append((now, self.step))
 
     def seconds_left(self) -> float | None:
-        """The time to the last step at the present pace, in sequences, or None before the first update."""
+        """Seconds to the last step at the sequences per second of the last PACE_ROWS updates; None before the first."""
         if not self._moments:
             return None
         (start, first), (now, last) = self._moments[0], self._moments[-1]
@@ -122,12 +123,12 @@ class RunProgress:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """An event row as a line of text: what happened, when, and its fields."""
+    """An event row as one line of text: its step, its name and its fields."""
     return f"step {row['step']}: {row['event']}  {fields_text(row)}".rstrip()
 
 
 def fields_text(row: Mapping[str, Any]) -> str:
-    """An event row's fields as text, but for lists, which may be long."""
+    """An event row's fields as ``key=value`` texts; lists are left out, since they may be long."""
     shown = {key: value for key, value in row.items() if key not in ("step", "event") and not isinstance(value, list)}
     return "  ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown.items()

@@ -1,4 +1,4 @@
-"""The run as the terminal shows it: a live view on a terminal, plain lines everywhere else.
+"""Shows a run's progress on stdout: a live view on a terminal, plain lines everywhere else.
 
 Both write to stdout and take the same rows as metrics.jsonl. The live view redraws twice a second from a thread of its
 own, so a long step does not freeze it. NO_COLOR and TERM=dumb are honored; plain lines never hold an escape code.
@@ -31,21 +31,21 @@ from launcher.watch.progress import RunProgress, event_text
 REFRESHES_PER_SECOND = 2
 PLAIN_SECONDS = 10.0  # at least one line in so many seconds
 PLAIN_LINES = 20  # and at least so many lines in a run
-SHOWN_WAIT = 0.01  # of a step's time that its samples were waited for: below, nothing is said
+SHOWN_WAIT = 0.01  # fraction of a step's time spent waiting for data; a smaller one is not shown
 LEAST_BAR_WIDTH = 50  # columns: in fewer a bar would leave its own numbers no room
 FRAME_LINES = 9  # the live view's lines besides the experts'
 
 
 class View(ABC):
-    """What the training loop shows. Also a context manager: leaving it restores the terminal."""
+    """A display of the run that the training loop feeds. As a context manager, it restores the terminal on exit."""
 
     @abstractmethod
     def update(self, row: Mapping[str, Any]) -> None:
-        """Takes one row of metrics.jsonl: an update, an evaluation or an event."""
+        """Shows one row of metrics.jsonl: an update, an evaluation or an event."""
 
     @abstractmethod
     def event(self, text: str) -> None:
-        """Shows a line that is no row; on stderr once the view has ended."""
+        """Shows a line of text that is not a row of metrics.jsonl; after ``close`` it goes to stderr."""
 
     @abstractmethod
     def rewind(self, step: int) -> None:
@@ -72,11 +72,11 @@ def open_view(
     every_steps: int | None = None,
     batches: Batches = OF_ONE_SIZE,
 ) -> View:
-    """The live view where stdout is a terminal that can be drawn on, plain lines elsewhere. For rank 0.
+    """The live view where stdout is a terminal that can be drawn on, plain lines elsewhere. Only rank 0 calls it.
 
     ``first_step`` is the first update of this process: 1, or the restored step + 1. ``every_steps``: only the numbers
-    of multiples of it, of the first and of the last update are shown; None: each in the live view, and so many plain
-    lines that a log shows that the run lives.
+    of multiples of it, of the first and of the last update are shown. None shows every update in the live view, and
+    at least PLAIN_LINES plain lines in a run, or one in PLAIN_SECONDS.
     """
     progress = RunProgress(total_steps, first_step, name, run_dir, every_steps, batches)
     console = open_console()
@@ -86,7 +86,11 @@ def open_view(
 
 
 class PlainView(View):
-    """One line for the first and the last step, in between as asked, or often enough to see that the run lives."""
+    """Prints plain lines: the first and last update, and between them as ``every_steps`` says.
+
+    Without ``every_steps``, PLAIN_LINES updates evenly spaced are printed, and one wherever PLAIN_SECONDS have passed
+    since the last line. Evaluations and events are always printed.
+    """
 
     def __init__(self, progress: RunProgress, stream: TextIO) -> None:
         self._progress = progress
@@ -96,7 +100,7 @@ class PlainView(View):
         self._print(f"{progress.name}: steps {progress.first_step} to {progress.total_steps} in {progress.run_dir}")
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Prints a line where one is due; evaluations and events always."""
+        """Prints an update's line where one is due; evaluations and events are always printed."""
         self._progress.observe(row)
         if "loss" in row:
             if self._due(row["step"]):
@@ -108,13 +112,13 @@ class PlainView(View):
             self._print(event_text(row))
 
     def event(self, text: str) -> None:
-        """Prints the line."""
+        """Prints the line; after ``close`` on stderr."""
         if self._ended:
             tell(text)
         self._print(text)
 
     def rewind(self, step: int) -> None:
-        """The event says it; later lines are reckoned from ``step``."""
+        """Goes back to ``step`` without printing anything, since the rollback's event row is printed."""
         self._progress.rewind(step)
 
     def close(self) -> None:
@@ -143,25 +147,25 @@ class LiveView(View):
             console=console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_SECOND, transient=False
         )
         self._live.start()
-        atexit.register(self.close)  # a loop that forgets to close still gives the cursor back
+        atexit.register(self.close)  # restores the cursor even where the training loop did not close the view
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Takes the row; the next redraw shows it."""
         self._progress.observe(row)
 
     def event(self, text: str) -> None:
-        """Shows the line below the others, in place of the oldest of them."""
+        """Adds the line below the last events, in place of the oldest; after ``close`` it goes to stderr."""
         if self._live.is_started:
             self._progress.events.append(text)
         else:
             tell(text)
 
     def rewind(self, step: int) -> None:
-        """Takes the later steps out of the bar and the sparkline."""
+        """Removes the steps after ``step`` from the progress bar and the sparkline."""
         self._progress.rewind(step)
 
     def close(self) -> None:
-        """Draws the last frame, stops the redrawing thread and gives the cursor back."""
+        """Draws the last frame, stops the redrawing thread and restores the cursor."""
         atexit.unregister(self.close)
         with contextlib.suppress(OSError, Unheard):  # the terminal itself has gone
             self._live.stop()
@@ -196,7 +200,7 @@ def render(progress: RunProgress, width: int, height: int, bars: str = BARS) -> 
 
 
 def _numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and values of an update, in the order shown; what is not in the row, or not known, is left out."""
+    """Labels and values of an update, in the order shown; keys that the row lacks or has as null are left out."""
     formats = (
         ("loss", "loss", loss_text),
         ("lr", "lr", "{:.2e}".format),
@@ -254,7 +258,7 @@ def _loss_line(progress: RunProgress, width: int, bars: str) -> Text:
 def _expert_lines(progress: RunProgress, width: int, room: int, bars: str) -> list[Text]:
     """One line for each MoE layer; the least balanced ones where there is no room for all.
 
-    Rows of many experts have their shares only now and then: the latest are shown, with their step.
+    With many experts only some rows have their shares, so the latest known shares are shown, with their step.
     """
     row = progress.loads
     keys = load_keys(row)
@@ -295,6 +299,6 @@ def _landmarks(progress: RunProgress) -> Text:
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
-    """An evaluation in words, with each source's loss where it has them."""
+    """An evaluation as one line of text, with the loss of each held-out source where the row has them."""
     own = [f"{key.partition('/')[2]} {loss_text(value)}" for key, value in row.items() if key.startswith("eval_loss/")]
     return f"step {row['step']}: eval_loss {loss_text(row['eval_loss'])}" + (f" ({', '.join(own)})" if own else "")

@@ -1,7 +1,8 @@
-"""The ``wandb`` package, imported so that it leaves nothing behind.
+"""The ``wandb`` package, imported so that it leaves no temporary folders behind.
 
-Importing it makes two temporary folders, for media and artifacts, of which we log none. They are removed when the
-interpreter ends, but a rank's process is ended without that, or killed. So they are made where they go at once.
+Importing it creates two temporary folders for media and artifacts, neither of which Roundtable logs. wandb removes them
+when the interpreter exits normally, but a rank's process may be ended without that, or killed. So they are created
+within a temporary folder that is removed as soon as the import is done.
 """
 
 import tempfile

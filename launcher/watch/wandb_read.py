@@ -37,10 +37,10 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file of a run that has ended has all that was logged; reads its last 64 KiB at most.
+    """Whether the file of a finished run is complete: its last record is the run's exit. Reads at most 64 KiB.
 
-    The end is the last record, and is not there where one could not be written: W&B's service then writes no more.
-    Raises as ``read_history``.
+    W&B's service writes nothing more after a record that could not be written, so a file without the exit record lacks
+    rows. Raises ValueError where the file is not a W&B file or a chunk that was read is damaged.
     """
     with path.open("rb") as file:
         at = max(0, (file.seek(0, os.SEEK_END) - 1) // BLOCK_BYTES - 1) * BLOCK_BYTES
@@ -52,7 +52,7 @@ def is_whole(path: Path) -> bool:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Every record of one file, in order."""
+    """Every record of one file, in order. Raises ValueError where it is not a W&B file or a chunk is damaged."""
     return map(_record, _records(_first_chunks(path.read_bytes(), path)))
 
 
@@ -78,7 +78,7 @@ def _number(value: Any) -> Any:
 
 
 def _records(chunks: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
-    """The records' bytes, put together from their chunks; none of a record whose beginning is not among them."""
+    """The bytes of each record, joined from its chunks; a record whose first chunk is missing is left out."""
     parts: list[bytes] = []
     for kind, part in chunks:
         if kind in (WHOLE, FIRST):
@@ -92,14 +92,17 @@ def _records(chunks: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
 
 
 def _first_chunks(data: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
-    """The chunks behind the file's header."""
+    """The chunks after the file's header. Raises ValueError where the header is not W&B's."""
     if len(data) < HEADER.size or HEADER.unpack_from(data)[:2] != (b":W&B", 0xBEE1):
         raise ValueError(f"{path} is not a W&B file: it does not begin with the header ':W&B'")
     return _chunks(data, path, HEADER.size)
 
 
 def _chunks(data: bytes, path: Path, at: int) -> Iterator[tuple[int, bytes]]:
-    """Type and data of each chunk from ``at`` on; the first chunk that the file's end cuts off ends them."""
+    """Type and data of each chunk from offset ``at`` on, up to the first chunk that the file's end cuts off.
+
+    Raises ValueError for a chunk whose checksum does not match.
+    """
     while True:
         left_in_block = BLOCK_BYTES - at % BLOCK_BYTES
         if left_in_block < CHUNK.size:

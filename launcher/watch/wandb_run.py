@@ -1,8 +1,8 @@
-"""Weights & Biases, through the ``wandb`` package: the rows of metrics.jsonl, under the same keys.
+"""Logs the rows of metrics.jsonl to Weights & Biases, through the ``wandb`` package, under the same keys.
 
-A run never waits long for W&B and never stops because of it: what fails is announced in one line, and from then on the
-run goes on without. Files lie in RUN_DIR/wandb, and so does the run's id, so that a resumed run goes on in the same
-chart. Offline files can be seen in a terminal with ``wandb leet`` and uploaded later with ``wandb sync``.
+A run never waits long for W&B and never stops because of it: a failure is announced in one line, and the run goes on
+without W&B. Files lie in RUN_DIR/wandb, and so does the run's id, so that a resumed run continues the same charts.
+Offline files can be seen in a terminal with ``wandb leet`` and uploaded later with ``wandb sync``.
 """
 
 import contextlib
@@ -33,24 +33,24 @@ from launcher.watch.wandb_read import is_whole
 
 INIT_SECONDS = 30.0  # an unreachable server costs the start of a run at most this
 FINISH_SECONDS = 30.0  # and its end at most this; the rest stays on disk for `wandb sync`
-ANSWER_SECONDS = 30.0  # a service that takes nothing for so long, being stopped or stuck, is given up
-REACH_SECONDS = 5.0  # before a job is submitted, the server is waited for at most this long
+ANSWER_SECONDS = 30.0  # W&B's service is given up where a call to it does not return for so long
+REACH_SECONDS = 5.0  # the longest wait for the server's answer before a job is submitted
 RUN_ID_FILE = "run_id"
 
 HAS_ALL = "metrics.jsonl has every number"
 WITHOUT = f"training goes on, {HAS_ALL}"
 
-SERVICE = "wandb-core"  # the process that wandb starts, by which all goes to disk and to the server
+SERVICE = "wandb-core"  # the process that wandb starts; it writes to disk and talks to the server
 
 Announce = Callable[[str], None]
 
 
 class NoAnswer(Exception):
-    """W&B's service takes nothing any more."""
+    """W&B's service has not answered a call in time."""
 
 
 class WandbRun:
-    """An open W&B run, online or offline. After the first failure it is silent."""
+    """An open W&B run, online or offline. The first failure is announced; after it, nothing more is logged."""
 
     def __init__(self, run: wandb.Run, run_dir: Path, announce: Announce) -> None:
         self._run: wandb.Run | None = run
@@ -58,7 +58,7 @@ class WandbRun:
         self._announce = announce
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Logs one row. Charts run over its ``step``, so rows of one step do not clash with each other.
+        """Logs one row. Charts use its ``step`` as their axis, so several rows may have the same step.
 
         The values must be plain Python (``plain_row``), since W&B turns tensors into histograms.
         """
@@ -78,7 +78,7 @@ class WandbRun:
                 self._check_file(Path(run.dir).parent / f"run-{run.id}.wandb")
 
     def _check_file(self, path: Path) -> None:
-        """Tells of a file that lacks rows: where the disk is full, W&B's service drops them without a word."""
+        """Announces a file that lacks rows: on a full disk W&B's service drops them without an error."""
         try:
             whole = is_whole(path)
         except (OSError, ValueError):
@@ -89,7 +89,7 @@ class WandbRun:
             )
 
     def _attempt(self, what: str, act: Callable[[], None], seconds: float) -> bool:
-        """Whether it was done; what fails is announced."""
+        """Calls ``act`` and returns whether it succeeded within ``seconds``; a failure is announced and ends W&B."""
         try:
             within(seconds, act)
         except Exception as error:  # wandb raises undocumented types of its own; none of them may end the training
@@ -107,12 +107,12 @@ def open_wandb(
     name: str,
     announce: Announce = tell,
 ) -> WandbRun | NullRun:
-    """The run's W&B side, for rank 0; returns within about INIT_SECONDS and never raises because of W&B.
+    """Opens the W&B run, on rank 0 only; returns within about INIT_SECONDS and never raises because of W&B.
 
-    ``run_config`` is the resolved config as nested dicts. It goes on with the W&B run that ``run_dir``
-    remembers, or begins a new one. Mode auto is online where there is a key (WANDB_API_KEY, netrc or
-    wandb's settings; found without network) and offline otherwise, unless WANDB_MODE says which. Where online does
-    not work, the run is opened offline.
+    ``run_config`` is the resolved config as nested dicts. The W&B run whose id is saved in ``run_dir`` is continued;
+    without one a new run begins. Mode auto follows WANDB_MODE where it is set; otherwise it is online where a key is
+    found (WANDB_API_KEY, netrc or wandb's settings; no network is used) and offline where not. Where online does not
+    work, the run is opened offline; where that fails too, or the mode is disabled, a NullRun is returned.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb's own telemetry writes to stderr when it fails
     logging.raiseExceptions = False  # on a full disk each line of wandb's own log would be a traceback
@@ -141,9 +141,10 @@ def open_wandb(
 
 
 def give_cache(folder: Path) -> None:
-    """Has W&B's service write its own log and cache to ``folder`` where this user has no home to take them.
+    """Makes W&B's service write its log and cache to ``folder`` where the user's cache directory cannot be written.
 
-    It would write every line of the log to stderr instead. For before the service starts, as ``choose_mode`` may do.
+    The service would otherwise write every line of its log to stderr. Must be called before the service starts;
+    ``choose_mode`` may start it. Sets XDG_CACHE_HOME in this process's environment.
     """
     usual = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME", "/dev/null"), ".cache")
     try:
@@ -153,7 +154,7 @@ def give_cache(folder: Path) -> None:
 
 
 def remove_temporary_folders(run_dir: Path) -> None:
-    """Removes what wandb keeps in RUN_DIR/wandb only while a run is open; no run may be."""
+    """Removes the temporary folders that an open W&B run has in RUN_DIR/wandb; no W&B run may be open."""
     for folder in (run_dir / "wandb").glob("*run-*/tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -166,7 +167,7 @@ def saved_run_id(run_dir: Path) -> str | None:
 
 
 def choose_mode(mode: Literal["auto", "online", "offline", "disabled"]) -> Literal["online", "offline", "disabled"]:
-    """What auto means here: WANDB_MODE where it is set, else online with a key and offline without one."""
+    """The mode itself unless it is auto; auto is WANDB_MODE where set, else online with a key and offline without."""
     if mode != "auto":
         return mode
     match os.environ.get("WANDB_MODE"):
@@ -177,7 +178,7 @@ def choose_mode(mode: Literal["auto", "online", "offline", "disabled"]) -> Liter
 
 
 def has_key() -> bool:
-    """Whether wandb would find a key for its server, looking where it looks; asks no server."""
+    """Whether wandb would find a key for its server in the environment, its settings or netrc; no network is used."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     try:
@@ -188,7 +189,7 @@ def has_key() -> bool:
 
 
 def unreachable(seconds: float = REACH_SECONDS) -> str | None:
-    """Why W&B's server does not answer from here, in a line; None where it does, whatever it answers.
+    """One line saying why W&B's server did not answer within ``seconds``; None where it answered, even with an error.
 
     Raises wandb.Error where wandb's settings cannot be used.
     """
@@ -203,7 +204,7 @@ def unreachable(seconds: float = REACH_SECONDS) -> str | None:
 
 
 def _hosts(base_url: str) -> set[str]:
-    """The hosts whose netrc entries count for a server; wandb's default address has had another name."""
+    """The hosts whose netrc entries count for a server; wandb's default server is also listed as api.wandb.ai."""
     default = wandb.Settings().base_url
     return {urlsplit(base_url).netloc} | ({"api.wandb.ai"} if base_url == default else set())
 
@@ -217,7 +218,10 @@ def _netrc_has(host: str) -> bool:
 
 
 def _settings() -> wandb.Settings:
-    """Ours for all that wandb does; it looks for the user's, too, and cannot where the user has no home at all."""
+    """Roundtable's settings for wandb: silent, with timeouts.
+
+    wandb also reads the user's settings and fails where the user has no home directory, so WANDB_CONFIG_DIR is set.
+    """
     if os.path.expanduser("~") == "~":
         os.environ.setdefault("WANDB_CONFIG_DIR", os.devnull)
     return wandb.Settings(
@@ -261,15 +265,16 @@ def _init(
 
 
 def tear_down() -> None:
-    """Ends wandb's service, so that the same id can be opened again and nothing is left to do at exit."""
-    with contextlib.suppress(Exception, SystemExit):  # of a service that has died; what failed was announced
+    """Stops wandb's service, so that the same run id can be opened again and wandb does nothing at exit."""
+    with contextlib.suppress(Exception, SystemExit):  # raised for a service that has died; that was announced
         within(ANSWER_SECONDS, wandb.teardown)
 
 
 def within(seconds: float, act: Callable[[], None]) -> None:
-    """Calls ``act``, which talks to wandb's service, and raises what it raises.
+    """Calls ``act``, which talks to wandb's service, in a thread, and raises what it raises.
 
-    Raises NoAnswer where it has not returned in time; the service, for which it would wait without end, is then killed.
+    Raises NoAnswer where ``act`` has not returned within ``seconds``. The service is then killed, because ``act``
+    would wait for it forever.
     """
     ended: Future[None] = Future()
 
@@ -283,7 +288,7 @@ def within(seconds: float, act: Callable[[], None]) -> None:
     try:
         ended.result(seconds)
     except TimeoutError:
-        if ended.done():  # of its own
+        if ended.done():  # ``act`` itself raised a TimeoutError
             raise
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):

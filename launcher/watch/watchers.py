@@ -1,4 +1,4 @@
-"""Everything that watches a run, behind one object that the training loop calls."""
+"""All outputs of a running training (metrics.jsonl, ledger, terminal, W&B) behind one object that the loop calls."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Watchers:
-    """metrics.jsonl, the terminal and W&B, in this order, each given the same row; and the ledger. Exists on rank 0."""
+    """Passes each row to metrics.jsonl, the terminal and W&B, in this order; also writes the ledger. Rank 0 only."""
 
     def __init__(self, metrics: MetricsFile, ledger: MetricsFile, view: View, wandb_run: "WandbRun | NullRun") -> None:
         self.metrics = metrics
@@ -27,29 +27,29 @@ class Watchers:
         self.wandb_run = wandb_run
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """One update's numbers: step, tokens, loss, lr, grad_norm, then speed and moe/... keys."""
+        """Records one update's numbers: step, tokens, loss, lr, grad_norm, then speed and moe/... keys."""
         assert "loss" in row
         self._pass_on(row)
 
     def eval(self, row: Mapping[str, Any]) -> None:
-        """One evaluation: step (of the last update before it), eval_loss, and no ``loss``."""
+        """Records one evaluation: step (of the last update before it), eval_loss, and no ``loss``."""
         assert "eval_loss" in row
         assert "loss" not in row
         self._pass_on(row)
 
     def event(self, row: Mapping[str, Any]) -> None:
-        """Something that happened: step, event (a short name), and fields. "checkpoint" is shown as the last one."""
+        """Records an event: step, event (a short name) and further fields. "checkpoint" marks the last checkpoint."""
         assert "event" in row
         assert "loss" not in row
         assert "eval_loss" not in row
         self._pass_on(row)
 
     def consumed(self, row: Mapping[str, Any]) -> None:
-        """One step's line of the ledger; nobody else is told."""
+        """Writes one step's row to ledger.jsonl alone."""
         self.ledger.write(row)
 
     def rewind(self, step: int) -> None:
-        """Drops what was said of later steps, of a run that goes back; events stay. W&B cannot take a row back."""
+        """Removes the rows of steps after ``step`` when a run rolls back; events stay, and so does what W&B has."""
         self.metrics.rewind(step)
         self.ledger.rewind(step)
         self.view.rewind(step)
@@ -60,7 +60,7 @@ class Watchers:
         self.ledger.sync()
 
     def close(self, exit_code: int = 0) -> None:
-        """Closes all of them, whichever fails; the terminal first. A second call does nothing."""
+        """Closes all outputs, the terminal first, even where closing one of them fails. A second call does nothing."""
         with ExitStack() as stack:
             stack.callback(self.metrics.close)
             stack.callback(self.ledger.close)
@@ -83,7 +83,7 @@ class Watchers:
 
 
 class NullWatchers:
-    """What stands for ``Watchers`` on the ranks other than 0: each call does nothing."""
+    """The stand-in for ``Watchers`` on all ranks but 0: each call does nothing."""
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Does nothing."""
@@ -123,11 +123,11 @@ def open_watchers(
     rank: int,
     fence: Fence | None = None,
 ) -> Watchers | NullWatchers:
-    """Opens what watches this run: on rank 0 everything, elsewhere nothing.
+    """Opens the run's outputs on rank 0; on the other ranks a stand-in that does nothing.
 
     ``run_config`` is the config as nested dicts and this start's record, for W&B. ``restored_step`` is 0 for a fresh
-    run; later rows of metrics.jsonl and ledger.jsonl are dropped. ``run_dir`` must exist; rows are written under
-    ``fence``.
+    run; rows of metrics.jsonl and ledger.jsonl after it are removed. ``run_dir`` must exist. Rows are written only
+    while ``fence`` confirms that no later start owns the run.
     Raises UserError where one of the files is damaged.
     """
     if rank != 0:
