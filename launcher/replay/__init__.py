@@ -1,1 +1,1 @@
-"""A step of a run executed again, in a scratch run, and looked at."""
+"""Executes a recorded step of a run again, in a scratch run, compares it with the record and reports on it."""

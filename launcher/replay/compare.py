@@ -1,4 +1,4 @@
-"""Whether the executed steps are those that were recorded: bit for bit on one layout, within bounds on another."""
+"""Compares replayed steps with the recorded ones: bit for bit on the same layout, within bounds on another."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ from modeling.dtypes import DTYPES
 from modeling.kernels.cuts import E4M3
 from modeling.precision_config import Precision, stored_as
 
-ROUNDED = ("loss", "grad_norm")  # what of a row rounding moves
+ROUNDED = ("loss", "grad_norm")  # the numbers of a row that rounding changes
 Numbers = Mapping[int, Mapping[str, float]]  # step -> each of ROUNDED
 
-# In 16 bits `roundtable prove` takes this share of the precision's last bit as one process's least distance from fp32.
+# In 16 bits, `roundtable prove` assumes that one process differs from fp32 by at least this fraction of the last bit.
 FLOOR_SHARE = 1 / 64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One number that did not come out as it was recorded."""
+    """One number of a replayed step that differs from the recorded one by more than its bound."""
 
     step: int
     key: str
@@ -35,26 +35,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """One executed step: what was recorded, what came out, and the bounds it was held to."""
+    """The comparison of one replayed step: recorded and replayed numbers, the bounds, and the differences."""
 
     step: int
     exact: bool
     recorded: dict[str, Any]
     replayed: dict[str, Any]
     bounds: dict[str, float]
-    moved: dict[str, float]  # how far rounding alone moves a number, where that was asked: relative
+    moved: dict[str, float]  # relative change of each number by rounding alone; empty where it was not measured
     differences: tuple[Difference, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What the report's JSON holds of the step."""
+        """The step's entry in the report's JSON; ``reproduced`` says whether there is no difference."""
         return asdict(self) | {"reproduced": not self.differences}
 
 
 def bounds_of(precision: Precision, n_done: int) -> dict[str, float]:
-    """Relative bounds on another layout, ``n_done`` steps after the checkpoint: rounding errors add up.
+    """Relative bounds for a replay on another layout, for the ``n_done``-th step after the checkpoint.
 
-    In fp32 the proof's for a loss and a norm. In 16 or 8 bits a loss may be NOISE_FACTOR times the proof's least noise
-    away, and a norm as often the precision's last bit.
+    They grow in proportion to ``n_done``, since rounding errors add up. In fp32, one step's bound for loss and gradient
+    norm is that of `roundtable prove` for a loss. In 16 or 8 bits, a gradient norm may differ by NOISE_FACTOR times the
+    precision's last bit, and a loss by FLOOR_SHARE of that. Learning rate and tokens must be equal.
     """
     loss = norm = LOSS_BOUND
     if precision != "fp32":
@@ -69,10 +70,10 @@ def judge(
     rows: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]],
     moved: Numbers | None = None,
 ) -> list[StepVerdict]:
-    """A verdict on each executed step. ``rows``: step -> its row as metrics.jsonl has it, and as ledger.jsonl does.
+    """A verdict on each replayed step. ``rows``: step -> its metrics.jsonl row and its ledger.jsonl row.
 
-    ``moved``: how far rounding alone moves each step's numbers (`launcher.replay.rounding`), where that was asked. What
-    it moves by more than its bound may be NOISE_FACTOR times as far from the record, up to MOST times the bound.
+    ``moved``: how far rounding alone moves each step's numbers (`launcher.replay.rounding`); None where that was not
+    measured. It widens a number's bound to NOISE_FACTOR times that change, up to MOST times the bound.
     """
     found = []
     for n_done, (step, (row, samples)) in enumerate(sorted(rows.items()), 1):
@@ -92,7 +93,7 @@ def judge(
 
 
 def agree(recorded: Any, replayed: Any, bound: float) -> bool:
-    """Whether two values are equal, or two numbers within ``bound`` of the recorded one's size."""
+    """Whether two values are equal, or two finite numbers differ by at most ``bound`` times the recorded one."""
     if isinstance(recorded, float) and isinstance(replayed, float | int):
         if not (math.isfinite(recorded) and math.isfinite(replayed)):
             return recorded == replayed or (math.isnan(recorded) and math.isnan(replayed))
@@ -101,9 +102,10 @@ def agree(recorded: Any, replayed: Any, bound: float) -> bool:
 
 
 def rounding_may_decide(plan: Plan, verdicts: Sequence[StepVerdict]) -> bool:
-    """Whether steps differ, and in nothing but what rounding moves, by no more than MOST times its bound; in fp32.
+    """Whether the steps' differences may be due to rounding alone, so that it is worth measuring its effect.
 
-    In fewer bits the bounds are such that no batch was seen to be beyond them.
+    That is so in fp32, where the only differences are in loss or gradient norm and none is beyond MOST times its
+    bound. In fewer bits the bounds are so wide that no batch was seen to exceed them by rounding.
     """
     differences = [each for verdict in verdicts for each in verdict.differences]
     return (
@@ -114,7 +116,7 @@ def rounding_may_decide(plan: Plan, verdicts: Sequence[StepVerdict]) -> bool:
 
 
 def rounding_notes(verdicts: Sequence[StepVerdict]) -> list[str]:
-    """Why numbers were held to wider bounds, a line for each."""
+    """One line for each number whose bound was widened because rounding alone moves it that far."""
     return [
         f"step {each.step}: rounding alone moves {key} by {moved:.1e}, so its bound is {each.bounds[key]:.1e}"
         for each in verdicts
@@ -124,7 +126,7 @@ def rounding_notes(verdicts: Sequence[StepVerdict]) -> list[str]:
 
 
 def moved_by(base: Numbers, draws: Sequence[Numbers]) -> Numbers:
-    """How far each number is from ``base`` in the draw in which it is farthest, relative; 0 where one is not finite."""
+    """Each number's largest relative distance from ``base`` over all draws; 0 where a value is not finite."""
     return {
         step: {key: _farthest(value, [draw[step][key] for draw in draws]) for key, value in numbers.items()}
         for step, numbers in base.items()

@@ -1,4 +1,4 @@
-"""The step's documents as one HTML page without anything from elsewhere; what the documents hold is text in it."""
+"""Writes the step's documents, tokens coloured by loss, as one self-contained HTML page; their text is escaped."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from launcher.html_text import text
 from launcher.replay.report import DocumentSeen
 from launcher.replay.show import SHADES, shade_of
 
-# No script runs, and nothing is fetched, whatever a document says.
+# No script runs and nothing is fetched, even where a document contains HTML.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = "body{font:15px/1.6 sans-serif;margin:2em;max-width:60em}p{white-space:pre-wrap;overflow-wrap:anywhere}"
 
@@ -16,7 +16,7 @@ STYLE = "body{font:15px/1.6 sans-serif;margin:2em;max-width:60em}p{white-space:p
 def write_page(
     path: Path, report: Mapping[str, Any], documents: Sequence[DocumentSeen], text_of: Callable[[int], str] | None
 ) -> None:
-    """Writes the page."""
+    """Writes the page to ``path``, in UTF-8. ``text_of`` decodes a token's id; None: ids are shown."""
     title = text(f"{report['run']}, step {report['step']}")
     scale = " ".join(f'<span style="background:{shade}">{least:g}</span>' for least, shade in SHADES)
     lines = [
@@ -37,7 +37,7 @@ def write_page(
 
 
 def span(token: int, loss: float | None, text_of: Callable[[int], str] | None) -> str:
-    """One token; the first of a part was not predicted."""
+    """HTML of one token on a background by its loss; ``loss`` is None for a part's first token, not predicted."""
     shade = shade_of(loss) if loss is not None else None
     style = f' style="background:{shade}"' if shade is not None else ""
     told = f' title="{token}: {loss:.3f}"' if loss is not None else ""

@@ -1,4 +1,4 @@
-"""What is to be executed again: from which checkpoint, under which config each step, on which layout. Reads only."""
+"""Plans a replay: from which checkpoint, with which config for each step, on which layout. Writes nothing."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ from parallel.checkpoint.places import list_checkpoints
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import Folder, step_of
 
-# What may be another than the run's: where and how a step is computed, not what.
+# Keys that a replay may change: they say where and how a step is computed, not what.
 LAYOUT_KEYS = (
     "parallel",
     "train.micro_batch_size",
@@ -36,25 +36,25 @@ LAYOUT_KEYS = (
     "train.deterministic",
 )
 FREE_KEYS = (*LAYOUT_KEYS, *(f"data.{name}" for name in FREE_FIELDS))
-# Those of FREE_KEYS on which sums' order, and so the last bits, depend.
+# Those of FREE_KEYS that determine the order of sums, and so the last bits of results.
 ORDER_KEYS = ("parallel", "train.micro_batch_size", "train.compile", "train.flash_attention", "train.deterministic")
-# What an engine is made with: it cannot change between steps that are executed one after another.
+# What an engine is built with, so that it cannot change between the steps of one replay.
 BUILT_IN = ("optimizer", "train.precision")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is given. Of the steps that are executed, ``step`` is the last."""
+    """The plan of a replay, handed to each rank: the steps after ``begins_at`` up to ``step`` are executed."""
 
     run_path: str  # for messages
     step: int
-    begins_at: int  # the step of the checkpoint; 0 without one: the first weights
-    checkpoint: str | None  # its place
-    config: RunConfig  # of ``step``, on the layout that is to be used; its run directory is a scratch folder
-    configs: dict[int, RunConfig]  # of each step, as recorded but on that layout
-    skipped: dict[int, Ranges]  # samples that are left out at each step
+    begins_at: int  # the step of the checkpoint; 0: without a checkpoint, from the initial weights
+    checkpoint: str | None  # its location
+    config: RunConfig  # that of ``step``, on the replay's layout; its run directory is a scratch folder
+    configs: dict[int, RunConfig]  # step -> its recorded config on the replay's layout
+    skipped: dict[int, Ranges]  # step -> samples that are left out
     n_ranks: int
-    exact: dict[int, bool]  # whether a step is to come out bit for bit: it and all before it had this layout
+    exact: dict[int, bool]  # step -> whether it must match bit for bit: it and all before it had the replay's layout
     notes: tuple[str, ...]
 
 
@@ -68,11 +68,11 @@ def make_plan(
     begin: int | None,
     scratch: str,
 ) -> Plan:
-    """The plan to execute ``step`` again. The current folder is the one that the config's paths are read from.
+    """The plan to execute ``step`` again. The config's relative paths are resolved in the current folder.
 
-    ``ranks`` and ``begin`` are None where the user leaves them to the record; ``scratch`` is a folder for what a rank
-    may write. Raises UserError: a step that was not reached, a
-    checkpoint that is gone or damaged, a config that is kept nowhere, a layout that does not fit.
+    ``ranks`` None: as many as the recorded start had. ``begin`` None: the nearest checkpoint before ``step``.
+    ``scratch`` is the folder that the ranks may write to. Raises UserError for a step that was not reached, a
+    checkpoint that is gone or damaged, a config of which no copy is left, and a layout that does not fit.
     """
     check_reached(run_path, record, step)
     folders = {number: each for each in list_checkpoints(checkpoints_of(run_path)) if (number := step_of(each.name))}
@@ -117,7 +117,7 @@ def make_plan(
 
 
 def check_reached(run_path: Path, record: Record, step: int) -> None:
-    """Refuses a step that has no row."""
+    """Raises UserError where metrics.jsonl has no row of the step."""
     if step in record.updates:
         return
     if step > record.last:
@@ -127,10 +127,11 @@ def check_reached(run_path: Path, record: Record, step: int) -> None:
 
 
 def choose_checkpoint(run_path: Path, record: Record, step: int, there: Sequence[int], begin: int | None) -> int:
-    """The step of the nearest checkpoint before ``step``, or ``begin``; 0 for the first weights.
+    """The step of the checkpoint to begin at: ``begin``, or the nearest before ``step``; 0 for the initial weights.
 
-    Where checkpoints were saved before ``step`` and none is left, the first weights may be far away: they have to be
-    asked for.
+    ``there`` are the steps of the checkpoints that still exist, sorted. Raises UserError for a ``begin`` that is not
+    one of them, and where earlier checkpoints were saved but none is left: since the way from the initial weights may
+    be long, the user must ask for it.
     """
     before = [number for number in there if number < step]
     shown = ", ".join(map(str, before)) or "none"
@@ -152,7 +153,10 @@ def choose_checkpoint(run_path: Path, record: Record, step: int, there: Sequence
 
 
 def open_whole(folder: Folder, run_path: Path) -> Checkpoint:
-    """The checkpoint, its manifest and its files' sizes looked at; the ranks compare hashes as they read."""
+    """Opens a checkpoint after checking its manifest and file sizes; hashes are checked when the ranks read it.
+
+    Raises UserError where it is damaged.
+    """
     try:
         return open_checkpoint(folder, verify=False)
     except DamagedCheckpoint as error:
@@ -160,21 +164,24 @@ def open_whole(folder: Folder, run_path: Path) -> Checkpoint:
 
 
 def damage_line(run_path: Path | str, name: str, error: DamagedCheckpoint) -> str:
-    """The refusal of a damaged checkpoint."""
+    """The error message for a damaged checkpoint."""
     return f"RUN={run_path}: its checkpoint {name} is damaged ({error}); give --from with the step of another"
 
 
 class ConfigFiles:
-    """The configs of a run's starts: that of the last one, and the copies in its checkpoints, by their bytes' hash."""
+    """Finds the config of each start of a run by its hash: config.yaml's, or a copy in one of its checkpoints."""
 
     def __init__(self, run_path: Path, folders: Iterable[Folder]) -> None:
         self.own = run_path / CONFIG
         self.others = iter(folders)
-        self.opened: list[Checkpoint] = []  # their copies last as long as they do
+        self.opened: list[Checkpoint] = []  # kept, since a config copy exists only as long as its checkpoint object
         self.by_hash = {hash_of(self.own): self.own}
 
     def of(self, start: Start, run_path: Path, step: int) -> Path:
-        """The config of this start; where the record does not say which it was, the last start's. Raises UserError."""
+        """The path of the config that ``start`` used; config.yaml where the record has no hash of it.
+
+        Opens checkpoints one after another until one has it. Raises UserError where none does.
+        """
         wanted = start.config_sha256
         if wanted is None:
             return self.own
@@ -192,17 +199,17 @@ class ConfigFiles:
 
 
 def hash_of(path: Path) -> str:
-    """sha256 of a config's file, as `launcher.guard.agreement.hash_of_config` has it of what is saved."""
+    """sha256 of a config file's bytes, in hex; equals `launcher.guard.agreement.hash_of_config` of the saved config."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def keys_of(differing: Iterable[tuple[str, object, object]], within: Sequence[str]) -> list[str]:
-    """The changed keys that are one of ``within`` or lie below one."""
+    """Those of the differing keys that are in ``within`` or lie below a key in it."""
     return [key for key, *_ in differing if any(f"{key}.".startswith(f"{each}.") for each in within)]
 
 
 def check_same_run(recorded: RunConfig, config: RunConfig) -> None:
-    """Refuses overrides of what the recorded numbers depend on."""
+    """Raises UserError for overrides of keys outside FREE_KEYS, on which the recorded numbers depend."""
     differing = list(changes(recorded, config))
     free = set(keys_of(differing, FREE_KEYS))
     rule = "since a replay is compared with what was recorded; only the layout, and where token files lie, may change"
@@ -216,7 +223,10 @@ def check_same_run(recorded: RunConfig, config: RunConfig) -> None:
 
 
 def check_fits(config: RunConfig, number: int, step: int, n_ranks: int) -> None:
-    """Refuses a layout that step ``number``, or its batch, does not fit; the remedy is one by what may change."""
+    """Raises UserError where the config of step ``number`` breaks a rule on this layout.
+
+    Remedies that would change the run itself are replaced by one that names the layout.
+    """
     where = f" in step {number}, which --step={step} follows from" if number != step else ""
     lines = check(config, n_ranks)
     for place, line in enumerate(lines):
@@ -228,7 +238,7 @@ def check_fits(config: RunConfig, number: int, step: int, n_ranks: int) -> None:
 
 
 def check_built_alike(start: Start, config: RunConfig, last: RunConfig, step: int) -> None:
-    """Refuses steps in a row between which a start changed what an engine is made with."""
+    """Raises UserError where an earlier start's config differs from the last one's in a key of BUILT_IN."""
     found = [key for key in keys_of(changes(config, last), BUILT_IN) if key != "optimizer.lr"]
     if found:
         line = f"--step={step}: {found[0]} was changed by a start since the nearest checkpoint that is there"
@@ -236,14 +246,14 @@ def check_built_alike(start: Start, config: RunConfig, last: RunConfig, step: in
 
 
 def on_layout(recorded: RunConfig, chosen: RunConfig) -> RunConfig:
-    """The recorded config of a step with the layout of ``chosen``."""
+    """The recorded config of a step with the layout (LAYOUT_KEYS) and the data section of ``chosen``."""
     own = {key.removeprefix("train.") for key in LAYOUT_KEYS if key.startswith("train.")}
     train = dataclasses.replace(recorded.train, **{key: getattr(chosen.train, key) for key in own})
     return dataclasses.replace(recorded, parallel=chosen.parallel, train=train, data=chosen.data)
 
 
 def notes_of(starts: Iterable[Start]) -> Iterable[str]:
-    """What is known to be another than it was: it may explain other numbers."""
+    """One line for each recorded code hash that is not this code's, since that may explain different numbers."""
     from launcher.guard.agreement import hash_of_code
 
     own = hash_of_code()

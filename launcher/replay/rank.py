@@ -1,4 +1,4 @@
-"""One rank of a scratch run: the steps from the checkpoint on, by the trainer's own step. It writes nothing."""
+"""One rank of a replay: executes the steps after the checkpoint with the trainer's own step. Writes nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from parallel.zero.engine import Engine
 
 @dataclass
 class StepAgain:
-    """What one executed step came to, as metrics.jsonl and ledger.jsonl would have it."""
+    """The result of one replayed step: its metrics.jsonl row, its ledger.jsonl row, and its event if there was one."""
 
     row: dict[str, Any]
     samples: dict[str, Any]
@@ -35,7 +35,7 @@ class StepAgain:
 
 @dataclass
 class Found:
-    """What rank 0 returns to the command."""
+    """The result of a replay, which rank 0 returns: all steps, and details of the last one."""
 
     steps: dict[int, StepAgain]
     seen: StepSeen
@@ -45,12 +45,12 @@ class Found:
     parts: list[DocumentPart]
 
 
-# What is done with the weights before the last step, given the samples that it will take; it changes nothing.
+# Called with engine, dataset and the last step's samples before that step is executed; it must change nothing.
 Look = Callable[[WatchedEngine, Dataset, np.ndarray], None]
 
 
 def replay_rank(plan: Plan, look: Look | None = None) -> Found | None:
-    """Executes the plan. All ranks call it; rank 0 returns what was found, the others None."""
+    """Builds mesh, dataset and engine and executes the plan. All ranks call it; rank 0 gets the result, others None."""
     config = plan.config
     prepare_process(config)
     with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
@@ -61,7 +61,10 @@ def replay_rank(plan: Plan, look: Look | None = None) -> Found | None:
 
 
 def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | None = None) -> Found | None:
-    """The steps one after another, the last one watched, after a ``look`` if there is one. All ranks call it."""
+    """Executes the plan's steps and records the last one in detail. All ranks call it; rank 0 gets the result.
+
+    ``look`` is called before the last step.
+    """
     watch, indices = None, np.empty(0, np.int64)
 
     def before(step: int, samples: np.ndarray) -> None:
@@ -86,12 +89,13 @@ def execute(plan: Plan, engine: WatchedEngine, dataset: Dataset, look: Look | No
 def steps_again(
     plan: Plan, engine: Engine, dataset: Dataset, before: Callable[[int, np.ndarray], None], why: str = ""
 ) -> dict[int, StepAgain]:
-    """The plan's steps from its checkpoint on, each after ``before`` its number and samples. All ranks call it.
+    """Executes the plan's steps from its checkpoint on; returns each step's result. All ranks call it.
 
-    ``why`` is said of each step as it begins.
+    ``before`` is called with each step's number and sample indices before the step. ``why`` begins the progress line
+    that rank 0 writes for each step.
     """
     state, steps = state_before(plan, engine), {}
-    known = list(state.skipped)  # which a branched run's record does not have
+    known = list(state.skipped)  # a branched run's record lacks those of the run that it was branched from
     health, judged_by = Health(plan.config.health), plan.config.health
     for step in range(plan.begins_at + 1, plan.step + 1):
         config = plan.configs[step]
@@ -107,9 +111,10 @@ def steps_again(
 
 
 def state_before(plan: Plan, engine: Engine) -> TrainState:
-    """The state of the plan's checkpoint, or of step 0, loaded into the engine. All ranks call it.
+    """Loads the plan's checkpoint, or the initial weights of step 0, into the engine. All ranks call it.
 
-    Where the checkpoint is damaged, all ranks end with exit code 2, of which rank 0 says why.
+    Returns the training state to go on from. Where the checkpoint is damaged, all ranks end with exit code 2: rank 0
+    by a UserError that says why, the others by SystemExit.
     """
     if plan.checkpoint is None:
         set_first_weights(engine, plan.config.seed, plan.config.init_from)

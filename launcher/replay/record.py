@@ -1,7 +1,7 @@
-"""What a run directory says of its steps: metrics.jsonl and ledger.jsonl read from their beginning to their end.
+"""Reads the recorded steps of a run from metrics.jsonl and ledger.jsonl.
 
-The last recorded row of a step counts. Which start of the run made it, and which samples were left out then, follows
-from the events between the rows.
+Where a step is recorded several times, its last row counts. Which start of the run made it, and which samples were left
+out then, follows from the event rows before it.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Start:
-    """What the event ``start`` says; None where the run directory does not."""
+    """The fields of a ``start`` event; None where an older run did not record one."""
 
     ranks: int | None = None
-    config_sha256: str | None = None  # the first letters
+    config_sha256: str | None = None  # its first letters
     code_sha256: str | None = None
     nodes: str | None = None
 
 
 @dataclass(frozen=True)
 class Update:
-    """One step as it was recorded."""
+    """One recorded step: its numbers, the start that made it, and the samples left out at that time."""
 
     numbers: dict[str, float]  # those of COMPARED that its row has
     start: Start
-    skipped: Ranges  # samples that were not to be trained on, half-open
+    skipped: Ranges  # samples that were left out, as half-open ranges
 
 
 @dataclass
 class Record:
-    """All steps that are recorded, by number, and the steps after which checkpoints were saved."""
+    """All recorded steps by number, and the steps after which checkpoints were saved."""
 
     updates: dict[int, Update] = field(default_factory=dict)
     saved: dict[int, Ranges] = field(default_factory=dict)  # step -> samples left out by then
@@ -52,7 +52,7 @@ class Record:
 
 
 def read_record(run_path: Path) -> Record:
-    """The record of the run. Raises UserError where it is missing or damaged. Reads only."""
+    """The record of the run in ``run_path``. Raises UserError where it is missing or damaged. Changes nothing."""
     check_parts(run_path, METRICS, LEDGER)
     path = run_path / METRICS
     if not path.exists():

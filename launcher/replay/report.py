@@ -1,4 +1,4 @@
-"""The report on one executed step: a tree for JSON, from which the text is printed, and the step's documents.
+"""Builds the report on one replayed step: a tree for JSON, from which the text is printed, and its documents.
 
 Shape letters: N samples of the batch, S positions.
 """
@@ -23,7 +23,7 @@ MOST_TOKENS = 20  # of the most expensive ones
 
 @dataclass
 class DocumentPartSeen:
-    """A document's tokens in one sample, and the loss of each but the first."""
+    """A document's tokens in one sample, and the loss of each token after the first."""
 
     sample: int
     tokens: list[int]
@@ -32,7 +32,7 @@ class DocumentPartSeen:
 
 @dataclass
 class DocumentSeen:
-    """What one step saw of one document."""
+    """All parts of one document that were in the step's batch."""
 
     source: str
     file: str
@@ -46,7 +46,7 @@ class DocumentSeen:
 
 
 def documents_of(found: Found) -> list[DocumentSeen]:
-    """The documents of the step's batch, in the order in which they come."""
+    """The documents of the step's batch, in the order of their first appearance."""
     losses_NS = found.seen.losses_of(found.indices, found.tokens.shape[1])
     documents: dict[tuple[str, int], DocumentSeen] = {}
     for part in found.parts:
@@ -63,7 +63,7 @@ def documents_of(found: Found) -> list[DocumentSeen]:
 
 
 def expensive_tokens(documents: Sequence[DocumentSeen], text_of: Callable[[int], str] | None) -> list[dict[str, Any]]:
-    """The tokens with the largest losses, the largest first."""
+    """The MOST_TOKENS tokens with the largest losses, largest first; a loss that is not finite counts as largest."""
     every = [
         (loss, document, part, place)
         for document in documents
@@ -82,7 +82,7 @@ def expensive_tokens(documents: Sequence[DocumentSeen], text_of: Callable[[int],
 
 
 def gradient_rows(seen: StepSeen) -> list[dict[str, Any]]:
-    """Each logical tensor's gradient norm before clipping, weight norm before the update, and update over weight."""
+    """Each logical tensor's gradient norm before clipping, weight norm before the update, and update norm over it."""
     return [
         {
             "tensor": name,
@@ -96,7 +96,7 @@ def gradient_rows(seen: StepSeen) -> list[dict[str, Any]]:
 
 
 def layer_rows(seen: StepSeen) -> list[dict[str, Any]]:
-    """The gradient norm of each layer's tensors together, and of what lies outside of layers."""
+    """Gradient norm and update over weight of each layer's tensors together, and of the parts outside of layers."""
     squares: dict[str, float] = defaultdict(float)
     updates: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
@@ -117,7 +117,7 @@ def layer_rows(seen: StepSeen) -> list[dict[str, Any]]:
 
 
 def router_rows(seen: StepSeen) -> list[dict[str, Any]]:
-    """Each MoE layer's token-expert pairs by expert, and the busiest expert's load over the mean."""
+    """For each MoE layer: the token-expert pairs of each expert, and the busiest expert's load over the mean."""
     return [
         {"layer": layer, "counts": counts_E.tolist(), "busiest": float(counts_E.max() / max(1e-9, counts_E.mean()))}
         for layer, counts_E in seen.counts.items()
@@ -125,14 +125,14 @@ def router_rows(seen: StepSeen) -> list[dict[str, Any]]:
 
 
 def number(value: float) -> float | str:
-    """The value; text where JSON has no number for it."""
+    """The value itself where it is finite, else the string "NaN", "Infinity" or "-Infinity", for JSON."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def as_json(value: Any) -> Any:
-    """The tree with numbers that JSON lacks as text."""
+    """The tree with tuples as lists, and NaN and infinities as strings, for JSON."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ def build_report(
     text_of: Callable[[int], str] | None,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The whole report, fit for JSON. ``text_of`` is None where there is no tokenizer."""
+    """The whole report as a tree for JSON. ``text_of`` decodes a token's id; None where there is no tokenizer."""
     degrees = Degrees.of(plan.config.parallel, plan.n_ranks)
     layout = {name: getattr(degrees, name) for name in ("tp", "pp", "cp", "ep", "dp")}
     first = next((each for verdict in verdicts for each in verdict.differences), None)

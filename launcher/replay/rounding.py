@@ -1,8 +1,9 @@
-"""How far rounding alone moves the executed steps: where that is beyond a bound, no other layout can be held to it.
+"""Measures how far rounding alone moves the replayed steps; no replay on another layout can be held to less.
 
-As `launcher.prove.rounding` has it, of which the measure, its factor and the number of draws are; but on the layout of
-the replay, for what a run trains may fit no single process. So each element of the fp32 masters is moved by a coin that
-depends on its place in the logical tensor alone, and is moved alike wherever it is held.
+The method, its factor and the number of draws are those of `launcher.prove.rounding`: the steps are repeated with every
+weight moved to a neighbouring fp32 number, up or down at random. Here they are repeated on the replay's layout, since
+the model may not fit one process. Each random direction depends only on the element's position in the logical tensor,
+so it is the same whichever ranks hold the element.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from parallel.zero.engine import Engine
 
 
 def nudged_rank(plan: Plan) -> list[Numbers] | None:
-    """The plan executed DRAWS times, each time with other coins. All ranks call it; rank 0 returns what came out."""
+    """Executes the plan DRAWS times with differently nudged weights. All ranks call it; rank 0 returns the numbers."""
     config = plan.config
     prepare_process(config)
     with opened_mesh(config.parallel, config.train.timeout_seconds) as mesh:
@@ -40,9 +41,9 @@ def nudged_rank(plan: Plan) -> list[Numbers] | None:
 
 @torch.no_grad()
 def nudge_masters(engine: Engine, seed: int) -> None:
-    """Moves each fp32 master to a neighbouring number, up or down by a coin of ``seed``; zeros stay.
+    """Moves each fp32 master weight to a neighbouring number, up or down at random by ``seed``; zeros stay.
 
-    All ranks call it.
+    All ranks call it; afterwards the model's weights are those of the moved masters.
     """
     for fragment in engine.fragments:
         around, weight = fragment.around(), engine.pieces(fragment)["weight"]
@@ -53,5 +54,5 @@ def nudge_masters(engine: Engine, seed: int) -> None:
 
 
 def numbers_of(steps: Mapping[int, StepAgain]) -> Numbers:
-    """Of each step, what rounding moves."""
+    """The loss and the gradient norm of each step."""
     return {step: {key: float(each.row[key]) for key in ROUNDED} for step, each in steps.items()}

@@ -1,6 +1,6 @@
-"""What one rank sees of the step that is looked at: targets' losses, routers' choices, gradients and updates.
+"""Records one step in detail on each rank: targets' losses, routers' choices, gradient and update norms.
 
-Nothing here changes a number of the step. Shape letters: N this rank's samples, P positions, T tokens, K top_k,
+Recording changes no number of the step. Shape letters: N this rank's samples, P positions, T tokens, K top_k,
 E experts.
 """
 
@@ -25,7 +25,7 @@ from parallel.zero.engine import Engine, StepResult
 
 @dataclass
 class Weighed:
-    """The norms of one logical tensor, squared: this rank's shares of them."""
+    """This rank's shares of one logical tensor's squared norms: gradient, weight and update."""
 
     held: Held
     update: float = 0.0
@@ -33,14 +33,17 @@ class Weighed:
 
 @dataclass
 class StepSeen:
-    """One rank's part, or that of all ranks put together."""
+    """The details of one step as one rank has them, or merged over all ranks.
+
+    Each entry of ``losses`` has sample indices [N], positions [P] and the targets' losses [N, P].
+    """
 
     losses: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     counts: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> tokens that chose each expert
     tensors: dict[str, Weighed] = field(default_factory=dict)
 
     def losses_of(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
-        """Each target's loss, fp32 (samples, positions); NaN where no rank told one."""
+        """The loss of each target of the samples ``indices``, fp32 [samples, positions]; NaN where none is known."""
         rows = {int(sample): row for row, sample in enumerate(indices.tolist())}
         found = np.full((len(indices), seq_len), np.nan, np.float32)
         for samples_N, positions_P, losses_NP in self.losses:
@@ -50,14 +53,14 @@ class StepSeen:
 
 
 class WatchedEngine(Engine):
-    """An engine that notes each tensor's gradient, weight and update in the step that ``watching`` is set for."""
+    """An engine that records each tensor's gradient, weight and update norm while ``watching`` is not None."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.watching: dict[str, Weighed] | None = None
         super().__init__(*arguments, **options)
 
     def step(self, lr: float) -> StepResult:
-        """As Engine. Beside the gradients, a copy of this rank's fp32 masters is held meanwhile."""
+        """Applies the step like ``Engine.step``; while watching it also holds a copy of this rank's fp32 masters."""
         if self.watching is None:
             return super().step(lr)
         self.note_gradients(self.watching)
@@ -71,24 +74,24 @@ class WatchedEngine(Engine):
         return result
 
     def discard(self) -> StepResult:
-        """As Engine: the update is nothing."""
+        """Drops the gradients like ``Engine.discard``, after recording them; the recorded update is zero."""
         if self.watching is not None:
             self.note_gradients(self.watching)
         return super().discard()
 
     def note_gradients(self, into: dict[str, Weighed]) -> None:
-        """The gradients before clipping, and the weights before the update."""
+        """Records the norms of the gradients before clipping and of the weights before the update."""
         for name, held in held_sums(self).items():
             into[name] = Weighed(held)
 
 
 class StepWatch:
-    """Sees one step of an engine, from its making on until ``seen`` is asked."""
+    """Records one step of an engine: create it before the step, call ``seen`` after it, and ``close`` to stop."""
 
     def __init__(self, engine: WatchedEngine, indices: np.ndarray, micro_batch_size: int) -> None:
         self.engine = engine
         self.mine = share_of_batch(indices, micro_batch_size, engine.mesh)
-        self.passes: list[list[Tensor]] = []  # of the head: the losses of its chunks
+        self.passes: list[list[Tensor]] = []  # for each pass of the head, the losses of its chunks
         self.counts: dict[int, Tensor] = {}
         engine.watching = {}
         if engine.model.head is not None:
@@ -99,7 +102,7 @@ class StepWatch:
             router.revise_choice = self.counting(layer, moe.n_experts)
 
     def watch_head(self, losses: Losses) -> Losses:
-        """``modeling.loss.Head.watch``."""
+        """The hook ``modeling.loss.Head.watch``: wraps the loss function so that each chunk's losses are kept."""
         chunks: list[Tensor] = []
         self.passes.append(chunks)
 
@@ -111,7 +114,10 @@ class StepWatch:
         return noting
 
     def counting(self, layer: int, n_experts: int) -> ReviseChoice:
-        """``modeling.router.Router.revise_choice``: the choice as it is, counted once though it may be recomputed."""
+        """The hook ``modeling.router.Router.revise_choice`` of one layer: counts tokens by expert, changes nothing.
+
+        Choices made again when activations are recomputed in the backward pass are not counted.
+        """
 
         def revise_choice(_: Tensor, indices_TK: Tensor) -> Tensor:
             if not in_backward():
@@ -122,7 +128,7 @@ class StepWatch:
         return revise_choice
 
     def close(self) -> None:
-        """Sees nothing more: another may watch the engine from now on."""
+        """Removes the hooks from the engine, so that another step may be watched."""
         self.engine.watching = None
         if self.engine.model.head is not None:
             self.engine.model.head.watch = None
@@ -130,9 +136,11 @@ class StepWatch:
             router.revise_choice = keep_choice
 
     def seen(self, seq_len: int, n_further: int) -> StepSeen:
-        """What this rank saw; ``n_further`` passes of the head for further tokens follow each micro-batch's own.
+        """The details of the step on this rank.
 
-        The ranks of tp see one loss, of which the first one's is told; those of cp have parts of the sequences.
+        ``n_further`` is the number of multi-token-prediction passes of the head that follow each micro-batch's own
+        pass and are left out. All tp ranks have the same losses, so only tp rank 0 returns them; each cp rank returns
+        those of its part of the sequences.
         """
         mesh, watching = self.engine.mesh, self.engine.watching
         assert watching is not None
@@ -149,7 +157,7 @@ class StepWatch:
 
 
 def gather_seen(mine: StepSeen, engine: Engine) -> StepSeen | None:
-    """All ranks' parts put together, on rank 0; None elsewhere. All ranks call it."""
+    """The details of all ranks merged, on rank 0; None elsewhere. All ranks call it (a gather to rank 0)."""
     mesh = engine.mesh
     everyone: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
     dist.gather_object(mine, everyone, dst=0, group=mesh.control)
@@ -157,7 +165,7 @@ def gather_seen(mine: StepSeen, engine: Engine) -> StepSeen | None:
 
 
 def merged(parts: Sequence[StepSeen], names: Sequence[str]) -> StepSeen:
-    """The sums over all ranks' parts; the tensors in the order of ``names``."""
+    """The parts of all ranks summed up, with the tensors in the order of ``names``."""
     total = StepSeen([piece for part in parts for piece in part.losses])
     for part in parts:
         for layer, counts_E in part.counts.items():

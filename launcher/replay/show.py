@@ -1,4 +1,4 @@
-"""A replay's report on the terminal: tables, and the documents' tokens coloured by their losses."""
+"""Prints a replay's report on the terminal: tables, and the documents' tokens coloured by their losses."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ SHADES = ((0.5, "#fff7bc"), (1.5, "#fee391"), (3.0, "#fec44f"), (5.0, "#fe9929")
 
 
 def shade_of(loss: float) -> str | None:
-    """The background for a token of this loss; None for a low one. What is no number is shown as the highest."""
+    """The background colour for a token of this loss; None for a low one. NaN gets the colour of the highest losses."""
     if math.isnan(loss):
         return SHADES[-1][1]
     return next((shade for least, shade in reversed(SHADES) if loss >= least), None)
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """The verdict first, then what the step was made of."""
+    """Prints the report: the verdict, then tables of documents, expensive tokens, layers, tensors and routers."""
     layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
     begin = f"checkpoint step {report['from']}" if report["from"] else "the first weights"
     say(in_a_line(f"{report['run']}, step {report['step']}, executed from {begin} on ({layout})"))
@@ -47,7 +47,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def print_verdict(report: Mapping[str, Any]) -> None:
-    """Whether the record is reproduced; else the first step that differs, in a line."""
+    """Prints whether the recorded steps were reproduced, else the first difference; then the notes."""
     n_steps, exact = len(report["steps"]), all(each["exact"] for each in report["steps"])
     bounds = report["steps"][-1]["bounds"]
     how = (
@@ -65,19 +65,19 @@ def print_verdict(report: Mapping[str, Any]) -> None:
 
 
 def has_text(report: Mapping[str, Any]) -> bool:
-    """Whether tokens are told as text."""
+    """Whether the report has tokens as text, which it has where there is a tokenizer."""
     return any("text" in row for row in report["most_expensive_tokens"])
 
 
 def as_number(value: Any) -> float:
-    """For sorting: what is no finite number comes first, what is missing last."""
+    """A sort key: infinity for a value that is not finite (a string there), minus infinity for a missing one."""
     return float("-inf") if value is None else float("inf") if isinstance(value, str) else value
 
 
 def print_table(
     title: str, keys: Sequence[str], rows: Sequence[Mapping[str, Any]], most: int | None = MOST_ROWS
 ) -> None:
-    """A table with a title; of more than ``most`` rows the first ones (None: all)."""
+    """Prints a table with a title, at most the first ``most`` rows (None: all)."""
     table = plain_table(*(key.replace("_", " ") for key in keys))
     for row in rows[:most]:
         table.add_row(*(in_a_line(shown(row[key])) for key in keys))
@@ -96,7 +96,7 @@ def shown(value: Any) -> str:
 
 
 def print_documents(documents: Sequence[DocumentSeen], text_of: Callable[[int], str] | None) -> None:
-    """The step's documents, each token on a background by its loss; ids where there is no tokenizer."""
+    """Prints the step's documents, each token on a background by its loss; ids where ``text_of`` is None."""
     console = wide_console()
     for document in documents:
         say("\n" + in_a_line(f"document {document.document} of {document.file} ({document.source})"))

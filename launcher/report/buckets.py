@@ -1,4 +1,4 @@
-"""Long curves made short without losing a spike: of each bucket of updates the mean, the lowest and the highest.
+"""Shortens long curves without losing spikes: each bucket of updates keeps its mean, lowest and highest value.
 
 Shape letters: N updates, P buckets.
 """
@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 5  # that a drawn number keeps
+DIGITS = 5  # significant digits of a drawn number
 
 
 def bounds_of(n_updates: int, most: int) -> np.ndarray:
-    """Where each bucket begins: int64 [P], P = min(n_updates, most), of nearly equal sizes."""
+    """The index of each bucket's first update: int64 [P], P = min(n_updates, most) buckets of nearly equal size."""
     n_buckets = min(n_updates, most)
     return np.arange(n_buckets, dtype=np.int64) * n_updates // max(n_buckets, 1)
 
 
 def bucketed(values_N: np.ndarray, bounds_P: np.ndarray) -> dict[str, list[Any]]:
-    """The curve as a page draws it: ``mean``, and where buckets hold several updates ``low``, ``high`` and ``at``.
+    """The curve as the page draws it: ``mean``, and where buckets hold several updates ``low``, ``high`` and ``at``.
 
-    ``at`` is the place of the highest value, counted from its bucket's first update. Values that are not finite are
-    left out; a bucket without any other is null.
+    ``at`` is the position of the highest value, counted from its bucket's first update. Values that are not finite are
+    left out; a bucket with no finite value has None in ``mean``, ``low`` and ``high``.
     """
     finite_N = np.isfinite(values_N)
     counts_P = np.add.reduceat(finite_N, bounds_P, dtype=np.int64)
@@ -40,7 +40,7 @@ def bucketed(values_N: np.ndarray, bounds_P: np.ndarray) -> dict[str, list[Any]]
 
 
 def short(values: np.ndarray) -> list[float | int | None]:
-    """The numbers with DIGITS digits, whole ones as integers; null for what is not finite."""
+    """The numbers rounded to DIGITS digits, whole ones as integers; None for NaN and infinities."""
     return [_short(value) for value in values.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""What the page's script draws of a run: curves in buckets, evaluations, places of events, maps of experts.
+"""The data of a run that the page's script draws: curves in buckets, evaluations, event steps and expert maps.
 
 Shape letters: N updates, P buckets.
 """
@@ -15,19 +15,19 @@ from launcher.report.panels import KNOWN
 from launcher.report.read import RunRows, layers_of
 from launcher.watch.moe import load_keys
 
-# Points of a curve: of one run, of each of many, and of all runs together.
+# Points of a curve: at most, at least, and at most in all runs together.
 MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 1000, 50, 8000
 MOST_CELLS = 1_200_000  # of all runs' maps of experts, a byte each
-MOST_CURVES = 24  # of a kind: sources of data, further predictions, numbers that this page does not know
+MOST_CURVES = 24  # of each kind: data sources, experts, further predictions, other numbers without a known panel
 SECONDS_AN_HOUR = 3600.0
 
-# Layers are drawn as maps.
+# Keys without a curve of their own; those of single layers are drawn as maps.
 NO_CURVES = re.compile(r"step|tokens|loader_thrown_away|moe/layer_.*|moe/dropped|data/.*/share", re.DOTALL)
 KINDS = ("data/", "moe/", "mtp/")
 
 
 def drawn(name: str, rows: RunRows, n_runs: int, n_experts: int | None = None) -> dict[str, Any]:
-    """Everything that is drawn, as JSON; of a run without updates its events."""
+    """Everything that the script draws of a run, as a tree for JSON; for a run without updates only its events."""
     data: dict[str, Any] = {"name": name, "updates": len(rows.steps), "events": places(rows.events)}
     if not data["updates"]:
         return data
@@ -42,13 +42,13 @@ def drawn(name: str, rows: RunRows, n_runs: int, n_experts: int | None = None) -
 
 
 def shared_experts(rows: RunRows) -> int | None:
-    """The experts of a layer, by the shares that are recorded of each."""
+    """The number of experts in a layer, taken from the recorded shares; None where no row has shares."""
     lists = [rows.shared[-1][key] for key in load_keys(rows.shared[-1])] if rows.shared else []
     return len(lists[0]) if lists and isinstance(lists[0], list) else None
 
 
 def positions(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:
-    """Where the buckets lie: first and last step, tokens seen and hours of training at their ends."""
+    """The x-axis positions of the buckets: first and last step, and tokens seen and hours in steps at their ends."""
     last_P = np.append(bounds_P[1:], len(rows.steps)) - 1
     found: dict[str, Any] = {"first": rows.steps[bounds_P].tolist(), "last": rows.steps[last_P].tolist()}
     if "tokens" in rows.columns:
@@ -60,7 +60,7 @@ def positions(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:
 
 
 def curves(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:
-    """Each curve by its key, and those of the busiest and the idlest expert of all layers."""
+    """Each key's curve, and the load of the busiest and of the least busy expert over all layers."""
     found = {key: bucketed(rows.columns[key], bounds_P) for key in curve_keys(rows)}
     for key, name, choose in (("moe/busiest", "load_max", np.fmax), ("moe/least_busy", "load_min", np.fmin)):
         layers = list(layers_of(rows, name).values())
@@ -73,7 +73,7 @@ def curves(rows: RunRows, bounds_P: np.ndarray) -> dict[str, Any]:
 
 
 def curve_keys(rows: RunRows) -> list[str]:
-    """Keys with a finite number: those with a figure of their own, then by kind, of each and of the others some."""
+    """The keys to draw, of those with a finite number: all known panels' keys, then up to MOST_CURVES of each kind."""
     finite = [key for key, values_N in rows.columns.items() if np.isfinite(values_N).any()]
     known = [panel.key for panel in KNOWN if panel.key in finite]
     keys = [key for key in finite if key not in known and not NO_CURVES.fullmatch(key)]
@@ -83,7 +83,7 @@ def curve_keys(rows: RunRows) -> list[str]:
 
 
 def evaluations(rows: RunRows) -> dict[str, list[Any]]:
-    """The held-out losses and their steps; of many, some, the last among them."""
+    """The held-out losses and their steps; of many evaluations an evenly spaced subset that includes the last."""
     losses = {int(row["step"]): row["eval_loss"] for row in rows.evaluations}
     steps = thinned(sorted(losses))
     return {"steps": steps, "losses": short(np.array([losses[step] for step in steps], dtype=np.float64))}

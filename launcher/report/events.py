@@ -1,4 +1,4 @@
-"""What happened in a run besides its updates: a place on the time line for each kind, and a line of text for some."""
+"""The events of a run as the page shows them: steps of each kind on a time line, and a table with texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any
 
 from launcher.watch.progress import fields_text
 
-MOST_PLACES = 1000  # of a kind on the time line
+MOST_PLACES = 1000  # marks of one kind on the time line
 MOST_TOLD = 200  # events in the table of a run
 LONGEST_TEXT = 600  # characters
-MOST_DOCUMENTS = 4  # of an event's batch that are named
+MOST_DOCUMENTS = 4  # documents of an event's batch that its text names
 
-# Kinds by how much they matter; the others are notes.
+# Kinds of events by severity; kinds not listed are notes.
 BAD = ("nonfinite", "rollback", "restart", "checkpoint_failed", "damaged_checkpoint", "ranks_ended")
 WARNINGS = ("spike", "no_targets", "checkpoint_warning", "straggler", "stopped", "slow_products")
 ROUTINE = ("checkpoint",)
@@ -19,7 +19,7 @@ ROUTINE = ("checkpoint",)
 
 @dataclass(frozen=True)
 class Told:
-    """One event as the table has it."""
+    """One event as a row of the table."""
 
     step: int
     kind: str
@@ -28,19 +28,19 @@ class Told:
 
 
 def tone_of(kind: str) -> str:
-    """How much a kind of event matters."""
+    """The severity of a kind of event: bad, warn, routine or note."""
     if kind in BAD:
         return "bad"
     return "warn" if kind in WARNINGS else "routine" if kind in ROUTINE else "note"
 
 
 def kind_of(event: Mapping[str, Any]) -> str:
-    """The event's short name, whatever somebody has written there."""
+    """The event's short name as text of at most 60 characters, even where the file holds something else."""
     return str(event["event"])[:60]
 
 
 def places(events: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The steps at which each kind happened, each once; of many, some, the first and the last among them."""
+    """The distinct steps at which each kind happened, sorted; of more than MOST_PLACES an evenly spaced subset."""
     steps: dict[str, set[int]] = {}
     for event in events:
         steps.setdefault(kind_of(event), set()).add(event["step"])
@@ -48,16 +48,16 @@ def places(events: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def thinned(steps: list[int]) -> list[int]:
-    """At most MOST_PLACES of the steps, evenly spaced."""
+    """At most MOST_PLACES of the steps, evenly spaced, with the first and the last among them."""
     if len(steps) <= MOST_PLACES:
         return steps
     return [steps[number * (len(steps) - 1) // (MOST_PLACES - 1)] for number in range(MOST_PLACES)]
 
 
 def told(events: Sequence[Mapping[str, Any]]) -> tuple[list[Told], int]:
-    """The table's events in the order of the file, and how many are left out: routine ones first, then those between.
+    """The events of the table, in the order of the file, and the number of events left out.
 
-    Of too many that matter the first and the last halves are kept.
+    More than MOST_TOLD events lose the routine ones; if that is not enough, those in the middle are left out too.
     """
     matter = [event for event in events if kind_of(event) not in ROUTINE]
     chosen = list(events) if len(events) <= MOST_TOLD else matter
@@ -68,7 +68,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> tuple[list[Told], int]:
 
 
 def text_of(event: Mapping[str, Any]) -> str:
-    """The event's fields in a line, and the first documents of its batch."""
+    """The event's fields as one line, with the first documents of its batch; cut at LONGEST_TEXT characters."""
     fields = fields_text(event)
     documents = event.get("documents")
     if isinstance(documents, list) and documents:

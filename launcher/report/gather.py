@@ -1,4 +1,4 @@
-"""Everything that a page shows of one run, read from its directory, which is neither locked nor changed."""
+"""Gathers everything that the page shows of a run from its directory, which is neither locked nor changed."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ MOST_CHANGES = 20  # keys that a note names
 
 @dataclass
 class RunFacts:
-    """One run as its page has it. Texts stand as they were read: whoever shows them escapes them."""
+    """Everything that the page shows of one run. Texts are as they were read, so the page must escape them."""
 
     name: str
     path: Path
@@ -37,16 +37,17 @@ class RunFacts:
     starts: list[Start]
     told: list[Told]
     n_not_told: int
-    kept: list[int] | None  # steps of the checkpoints that are there; None where nobody looked
+    kept: list[int] | None  # steps of the checkpoints that still exist; None where that is not known
     plan_rows: list[Row]
     notes: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)  # what the page's script draws
 
 
 def gather(path: Path, name: str, *, n_runs: int = 1, gpu: str | None = None, has_ended: bool = False) -> RunFacts:
-    """Reads a run. ``gpu``: also plan it on that one. ``has_ended``: its last process is the caller.
+    """Reads the run in ``path``, to be shown under ``name`` on a page of ``n_runs`` runs.
 
-    Raises UserError where a part of the run is damaged.
+    ``gpu``: also plan the run on that GPU. ``has_ended``: the caller is the run's own process, which has ended
+    training. Raises UserError where a part of the run is damaged.
     """
     check_parts(path, METRICS)
     rows, summary = read_run(path / METRICS), summarize(path)
@@ -75,7 +76,7 @@ def gather(path: Path, name: str, *, n_runs: int = 1, gpu: str | None = None, ha
 
 
 def _config(path: Path) -> tuple[RunConfig | None, str | None]:
-    """The saved config; one of another version that cannot be loaded is told, and the page made without it."""
+    """The saved config and None, or None and why there is none; a config that cannot be loaded does not raise."""
     try:
         config = saved_config(path)
     except UserError as error:
@@ -84,7 +85,7 @@ def _config(path: Path) -> tuple[RunConfig | None, str | None]:
 
 
 def ended_state(rows: RunRows, config: RunConfig | None) -> str:
-    """How a run ended whose process still holds the run directory."""
+    """The final state of a run whose own process writes the page: finished, stopped, or stopped by a health rule."""
     if config is not None and len(rows.steps) and rows.steps[-1] >= config.train.steps:
         return "finished"
     last = rows.events[-1] if rows.events else {}
@@ -92,7 +93,7 @@ def ended_state(rows: RunRows, config: RunConfig | None) -> str:
 
 
 def _kept(path: Path) -> list[int] | None:
-    """Steps of the checkpoints that lie on a file system; those on an object store are not asked for."""
+    """Steps of the checkpoints that exist; None where they lie in an object store or cannot be listed."""
     with contextlib.suppress(UserError, OSError, ValueError):
         location = checkpoints_of(path)
         if not is_remote(location):
@@ -102,7 +103,7 @@ def _kept(path: Path) -> list[int] | None:
 
 
 def notes_of(facts: RunFacts) -> list[str]:
-    """What a reader should know before reading the curves, a line each."""
+    """One line for each thing that a reader should know before reading the curves."""
     rows, events = facts.rows, facts.rows.events
     notes = []
     if facts.config_problem is not None:
@@ -133,13 +134,13 @@ def notes_of(facts: RunFacts) -> list[str]:
 
 
 def changed_keys(facts: RunFacts) -> list[str]:
-    """Config keys that a later start changed."""
+    """The first MOST_CHANGES config keys that a later start changed."""
     changes = (event for event in facts.rows.events if event["event"] == "config_change")
     return list(dict.fromkeys(str(event.get("key")) for event in changes))[:MOST_CHANGES]
 
 
 def _plan(facts: RunFacts, gpu: str | None) -> list[Row]:
-    """Closed forms and measured figures of the last start."""
+    """The rows that lay the plan and closed forms of the last start beside what its steps measured."""
     start = facts.starts[-1] if facts.starts else None
     plan = plan_for(facts.path, start, gpu) if gpu is not None else planned_at_start(facts.rows.events)
     if gpu is not None and plan is None:
@@ -155,5 +156,5 @@ def _plan(facts: RunFacts, gpu: str | None) -> list[Row]:
 
 
 def experts_of(config: RunConfig | None) -> int | None:
-    """The experts of a layer, where the config is known and has some."""
+    """The number of experts in a layer; None for a dense model or an unknown config."""
     return config.model.moe.n_experts if config is not None and config.model.moe is not None else None

@@ -1,4 +1,4 @@
-"""Heat maps over the steps, a byte a cell: the load of each expert, the busiest one and the entropy of each layer.
+"""Heat maps over the steps, one byte a cell: each expert's load, and each layer's busiest load and entropy.
 
 Shape letters: N updates, P columns, L layers, E experts, R rows with shares.
 """
@@ -19,7 +19,7 @@ CODES_A_DOUBLING = 32  # of load: code 160 is twice the balanced load, 96 half o
 
 
 def load_codes(loads: np.ndarray) -> np.ndarray:
-    """A byte for each load (1 is balanced): its logarithm, from 1/16 to 15; IDLE for none, UNKNOWN for NaN."""
+    """A byte for each load (1 is balanced) on a log scale from 1/16 to 15; IDLE for a load of 0, UNKNOWN for NaN."""
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.round(BALANCED + CODES_A_DOUBLING * np.log2(loads))
     codes = np.where(loads > 0, np.clip(codes, IDLE + 1, UNKNOWN - 1), IDLE)
@@ -27,20 +27,21 @@ def load_codes(loads: np.ndarray) -> np.ndarray:
 
 
 def part_codes(parts: np.ndarray) -> np.ndarray:
-    """A byte for each number from 0 to 1; UNKNOWN for NaN."""
+    """A byte for each number from 0 to 1 on a linear scale; UNKNOWN for NaN."""
     codes = np.clip(np.round(np.nan_to_num(parts) * (UNKNOWN - 1)), 0, UNKNOWN - 1)
     return np.where(np.isfinite(parts), codes, UNKNOWN).astype(np.uint8)
 
 
 def packed(codes: np.ndarray) -> str:
-    """The bytes, row after row, as text."""
+    """The array's bytes, row after row, in base64."""
     return base64.b64encode(np.ascontiguousarray(codes).tobytes()).decode()
 
 
 def layer_maps(rows: RunRows, n_experts: int | None) -> dict[str, Any] | None:
-    """Of each layer the busiest expert's load (the highest of a column's steps) and the mean entropy.
+    """Maps of layers over steps: the busiest expert's load (the highest of a column's steps) and the mean entropy.
 
-    The entropy is a part of log(n_experts); it is left out where their number is not known. None for a dense model.
+    The entropy is divided by log(n_experts), and left out where the number of experts is not known. None for a dense
+    model.
     """
     loads = layers_of(rows, "load_max")
     if not loads:
@@ -64,9 +65,9 @@ def _means(values_N: np.ndarray, bounds_P: np.ndarray) -> np.ndarray:
 
 
 def expert_maps(rows: RunRows, most_cells: int) -> dict[str, Any] | None:
-    """The load of each expert of each layer, in some of the rows that have shares: evenly spaced, the last among them.
+    """A map for each MoE layer: the load of each expert in evenly spaced rows that have shares, the last among them.
 
-    At most ``most_cells`` in all, as long as that leaves one column. None where no row has shares.
+    All maps together have at most ``most_cells`` cells, but at least one column. None where no row has shares.
     """
     keys = list(dict.fromkeys(key for row in rows.shared[-1:] for key in load_keys(row)))
     shapes = {key: len(rows.shared[-1][key]) for key in keys if _is_list(rows.shared[-1][key])}
@@ -88,7 +89,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _loads(shares: Any, n_experts: int) -> np.ndarray:
-    """Shares times their number; NaN where the row has others than the last one has."""
+    """The loads: shares times the number of experts; all NaN where the row has another number of experts."""
     if not _is_list(shares) or len(shares) != n_experts:
         return np.full(n_experts, math.nan)
     numbers = [share if isinstance(share, int | float) else math.nan for share in shares]

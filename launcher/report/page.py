@@ -1,4 +1,4 @@
-"""The page: static tables and texts, the data as JSON, and the script that draws it, in one file."""
+"""Renders the report as one HTML file: static tables and texts, the data as JSON, and the script that draws it."""
 
 import base64
 import hashlib
@@ -50,7 +50,7 @@ TITLES = {
 
 
 def render(runs: Sequence[RunFacts], made: str) -> str:
-    """The page of these runs as text; ``made`` says when."""
+    """The HTML of the page of these runs; ``made`` is the time to show as that of the report."""
     title = text(", ".join(run.name for run in runs))
     library, own = (FILES / "uplot.min.js").read_text(encoding="utf-8"), own_script()
     parts = [
@@ -69,30 +69,30 @@ def render(runs: Sequence[RunFacts], made: str) -> str:
 
 
 def made_at() -> str:
-    """The time, as a page shows it."""
+    """The present local time, as the page shows it."""
     return time.strftime("%Y-%m-%d %H:%M")
 
 
 def own_script() -> str:
-    """Our part of the script."""
+    """The page's own script, without the plotting library."""
     return one_script([FILES / name for name in SCRIPTS])
 
 
 def one_script(files: Sequence[Path]) -> str:
-    """The files as one script, whose names nobody else sees."""
+    """The files as one script in a function, so that its names are not global."""
     lines = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return f'(() => {{\n"use strict";\n{lines}}})();\n'
 
 
 def policy(*scripts: str) -> str:
-    """What a browser lets the page do: run these scripts alone, and fetch nothing, whatever a run's texts say."""
+    """The content security policy: only these scripts may run, and nothing is fetched, even if a text holds HTML."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
 
 
 def payload(runs: Sequence[RunFacts]) -> str:
-    """What the script draws, as JSON that cannot end its element, and whose texts are escaped."""
+    """The data that the script draws, as JSON with escaped texts and without ``<``, which could end its element."""
     drawn = [run.data for run in runs]
     tones = {kind: tone_of(kind) for kind in kinds_of(runs)}
     tree = shown({"runs": drawn, "panels": panels_of(drawn), "tones": tones})
@@ -100,14 +100,14 @@ def payload(runs: Sequence[RunFacts]) -> str:
 
 
 def kinds_of(runs: Sequence[RunFacts]) -> list[str]:
-    """The kinds of events in the runs, those that matter most first."""
+    """The kinds of events in the runs, the most severe first."""
     order = ("bad", "warn", "note", "routine")
     kinds = dict.fromkeys(kind_of(event) for run in runs for event in run.rows.events)
     return sorted(kinds, key=lambda kind: order.index(tone_of(kind)))
 
 
 def shown(tree: Any) -> Any:
-    """The tree, each text and key in it as people may see it; lists of numbers are not looked through."""
+    """The tree with control characters escaped in each text and key; lists of numbers are returned as they are."""
     match tree:
         case str():
             return escaped(tree)
@@ -120,7 +120,7 @@ def shown(tree: Any) -> Any:
 
 
 def sections(runs: Sequence[RunFacts]) -> dict[str, str]:
-    """The sections that this page has, by their ids."""
+    """The titles of the sections that this page has, by their ids, in order."""
     used = {panel["section"] for panel in panels_of([run.data for run in runs])}
     found = {"summary": "Summary"}
     found |= {key: TITLES[key] for key in ("training", "speed") if key in used}
@@ -163,12 +163,12 @@ def body(runs: Sequence[RunFacts]) -> Iterator[str]:
 
 
 def heading(key: str, title: str) -> str:
-    """A section's title, where links lead to."""
+    """HTML of a section's title with the id that links lead to."""
     return f'<h2 id="{key}">{text(title)}</h2>'
 
 
 def notes(runs: Sequence[RunFacts]) -> Iterator[str]:
-    """What a reader should know first."""
+    """HTML of the runs' notes, nothing where there is none."""
     if len(runs) == 1:
         lines = [text(note) for note in runs[0].notes]
     else:
@@ -178,7 +178,7 @@ def notes(runs: Sequence[RunFacts]) -> Iterator[str]:
 
 
 def tiles(table: Table) -> str:
-    """What is known of one run, label over value."""
+    """HTML of one run's summary table as tiles, label over value."""
     pairs = (f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd></div>" for label, value in table.rows)
     return f'<dl class="tiles">{"".join(pairs)}</dl>'
 
@@ -189,7 +189,7 @@ def swatch(number: int) -> str:
 
 
 def table_html(table: Table, runs: Sequence[RunFacts]) -> str:
-    """A table that scrolls within itself where it is too wide. One without rows says so."""
+    """HTML of a table that scrolls sideways where it is too wide; a table without rows becomes a remark."""
     if not table.rows:
         return '<p class="remark">Nothing is recorded.</p>'
     named = table.runs is not None and len(runs) > 1
@@ -213,12 +213,12 @@ def table_html(table: Table, runs: Sequence[RunFacts]) -> str:
 
 
 def cell(value: str) -> str:
-    """A cell; what is long may be folded anywhere."""
+    """HTML of a cell; a text of more than LONG letters may be wrapped anywhere."""
     return f"<td{' class=long' if len(value) > LONG else ''}>{text(value)}</td>"
 
 
 def events_html(runs: Sequence[RunFacts]) -> str:
-    """The time line and the table of events."""
+    """HTML of the time line and the table of events."""
     if not any(run.rows.events for run in runs):
         return '<p class="remark">No event is recorded.</p>'
     rows = [event_row(number, run, each, len(runs)) for number, run in enumerate(runs) for each in run.told]
@@ -239,7 +239,7 @@ def event_row(number: int, run: RunFacts, each: Told, n_runs: int) -> str:
 
 
 def experts_html(runs: Sequence[RunFacts]) -> str:
-    """Curves of all runs, then each run's maps."""
+    """HTML of the experts section: curves of all runs, then each run's maps."""
     parts = ['<div class="grid" id="curves-experts"></div>']
     if any(run.data.get("layers") or run.data.get("experts") for run in runs):
         parts.append(
@@ -262,7 +262,7 @@ def experts_html(runs: Sequence[RunFacts]) -> str:
 
 
 def config_html(runs: Sequence[RunFacts]) -> str:
-    """Keys in which the runs differ, then each config."""
+    """HTML of the config section: keys in which the runs differ, then each run's config."""
     parts = []
     if len(runs) > 1:
         differences = differences_table(runs)
@@ -276,7 +276,7 @@ def config_html(runs: Sequence[RunFacts]) -> str:
 
 
 def footer(runs: Sequence[RunFacts]) -> str:
-    """How the numbers became curves."""
+    """HTML of the footer, which says where the numbers are from and how they were averaged."""
     most = max((run.data["updates"] for run in runs), default=0)
     lines = ["All numbers are from metrics.jsonl, the config and the folder of checkpoints; nothing was run again."]
     points = max((len(run.data.get("first", ())) for run in runs), default=0)

@@ -1,4 +1,4 @@
-"""The figures of a page: which number each shows, in which section, and how it is drawn."""
+"""The figures of the page: which number each shows, in which section, and how it is drawn."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ class Panel:
     section: str = "training"  # training, speed, experts, data or others
     log: bool = False
     zero: bool = False  # the axis begins at 0
-    noisy: bool = False  # is smoothed where the reader asks for it
+    noisy: bool = False  # smoothed where the reader turns smoothing on
 
 
 KNOWN = (
@@ -42,7 +42,7 @@ SECTIONS = ("training", "speed", "experts", "data", "others")
 
 
 def panels_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures that these runs' drawn data has something for, section by section."""
+    """The figures for which these runs have a curve, section by section."""
     keys = dict.fromkeys(key for run in runs for key in run.get("curves", {}))
     known = {panel.key: panel for panel in KNOWN}
     found = [panel for panel in KNOWN if panel.key in keys] + [_other(key) for key in keys if key not in known]
@@ -50,7 +50,7 @@ def panels_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _other(key: str) -> Panel:
-    """A number that has no figure of its own."""
+    """The figure of a key that is not in KNOWN."""
     if key.startswith("data/") and key.endswith("/epoch"):
         source = key.removeprefix("data/").removesuffix("/epoch")
         return Panel(key, f"Epochs of {source}", "passes over the source", section="data", zero=True)

@@ -1,4 +1,4 @@
-"""What a run should take by closed forms, or by `roundtable plan`, beside what its steps took."""
+"""A run's planned memory, time and MFU (closed forms or `roundtable plan`) beside what its steps measured."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ Row = tuple[str, str, str, str]  # what, planned, measured, a remark
 
 
 def measured(rows: RunRows, since: int) -> dict[str, float]:
-    """Medians of the steps after ``since``, and the highest memory; what was not measured is left out.
+    """Medians of the speed keys over the steps after ``since``, and the peak memory; unmeasured keys are left out.
 
-    Of a batch that grows: of the steps with the largest one that was reached.
+    Where the batch size grows within the run, only steps with the largest size reached count.
     """
     is_new_N = rows.steps > since
     sizes_N = rows.columns.get("batch_size")
@@ -45,9 +45,10 @@ def _finite(rows: RunRows, key: str, is_new_N: np.ndarray) -> np.ndarray:
 
 
 def closed_forms(config: RunConfig, ranks: int | None) -> dict[str, Any]:
-    """Parameters, FLOPs and training state, computed from the config alone. Imports torch: a second.
+    """Parameters, FLOPs and training state, computed from the config alone. Imports torch, which takes a second.
 
-    ``fullest`` is the pipeline position that holds most; None where the number of ranks is not known.
+    ``model`` describes the model; ``fullest`` is the memory of the pipeline stage that holds most, None where the
+    number of ranks is not known.
     """
     from launcher.plan.closed_forms import describe_memory, describe_model
 
@@ -59,7 +60,7 @@ def closed_forms(config: RunConfig, ranks: int | None) -> dict[str, Any]:
 def planned_rows(
     forms: Mapping[str, Any] | None, plan: Mapping[str, Any] | None, found: Mapping[str, float]
 ) -> list[Row]:
-    """The table of plan and measurement."""
+    """The rows of the table that lays plan beside measurement; None or missing entries become empty cells."""
     rows: list[Row] = []
     if forms is not None:
         model = forms["model"]
@@ -79,7 +80,7 @@ def planned_rows(
 
 
 def planned_at_start(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the last start said that it would take; None where it said nothing."""
+    """The plan that the run's last ``plan`` event recorded; None where there is no such event."""
     said = next((event for event in reversed(events) if event["event"] == "plan"), None)
     if said is None:
         return None
@@ -110,9 +111,9 @@ def _with_unit(value: float, key: str, unit: str) -> str:
 
 
 def plan_for(run_path: Path, start: Start | None, gpu: str) -> dict[str, Any] | None:
-    """What `roundtable plan` says of the run's last start on that GPU; None where its process failed.
+    """The plan that `roundtable plan` makes for the run's last start on that GPU; None where its process failed.
 
-    Raises UserError where it cannot be planned.
+    Raises UserError where the run does not record its number of ranks.
     """
     if start is None or start.ranks is None:
         rule = "must hold a run that was started, and says no number of ranks"

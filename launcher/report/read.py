@@ -1,7 +1,7 @@
-"""metrics.jsonl as columns: each number of each update, evaluations, events, and a sample of the experts' shares.
+"""Reads metrics.jsonl as columns: the numbers of all updates, evaluations, events, and a sample of expert shares.
 
-Of a line only what is drawn of every step is parsed: the shares of 256 experts in each of 100,000 rows are
-gigabytes of digits. Shape letters: N updates, R rows of a block.
+The experts' shares are cut out of most lines before parsing, because the shares of 256 experts in each of 100,000 rows
+are gigabytes of digits. Shape letters: N updates, R rows of a block.
 """
 
 import json
@@ -18,27 +18,27 @@ from launcher.watch.metrics import NON_FINITE, read_rows
 from launcher.watch.moe import load_keys
 
 BLOCK_ROWS = 1024
-MOST_KEYS = 4096  # different numbers of one run; 1000 layers have three each
+MOST_KEYS = 4096  # different keys of one run; 1000 layers have three each
 MOST_SAMPLED = 256  # rows whose shares are parsed
-SHARES = b'/load": ['  # what only the list of a layer's shares begins with, as the writer spells it
+SHARES = b'/load": ['  # only the list of a layer's shares begins so in a file that Roundtable wrote
 LARGEST_STEP = 2**53
 
 
 @dataclass
 class RunRows:
-    """What a metrics.jsonl holds."""
+    """The contents of a metrics.jsonl as the report needs them."""
 
     steps: np.ndarray  # int64 [N]
     columns: dict[str, np.ndarray]  # key -> float64 [N]; NaN where a row lacks it, or has something else
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    shared: list[dict[str, Any]] = field(default_factory=list)  # whole rows with shares, evenly spaced, the last too
+    shared: list[dict[str, Any]] = field(default_factory=list)  # rows with shares: an even sample and the last one
     n_shared: int = 0  # rows that have shares
-    n_keys_left_out: int = 0  # beyond MOST_KEYS
+    n_keys_left_out: int = 0  # keys beyond MOST_KEYS
 
 
 class EvenSample:
-    """Some of many lines, evenly spaced, at most MOST_SAMPLED and the last; how many will come is not known."""
+    """An evenly spaced sample of a stream of lines of unknown length: at most MOST_SAMPLED, and the last line."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -47,7 +47,7 @@ class EvenSample:
         self.last = b""
 
     def add(self, line: bytes) -> None:
-        """Takes the line, or passes it by; drops every other one where there are too many."""
+        """Keeps or skips the line; when more than MOST_SAMPLED are kept, every other one is removed."""
         if self.count % self.every == 0:
             self.lines.append(line)
             if len(self.lines) > MOST_SAMPLED:
@@ -56,13 +56,16 @@ class EvenSample:
         self.count, self.last = self.count + 1, line
 
     def rows(self) -> list[dict[str, Any]]:
-        """The lines parsed, in order."""
+        """The kept lines parsed, in order, with the last line of the stream."""
         lines = self.lines if self.lines and self.lines[-1] == self.last else [*self.lines, self.last]
         return [json.loads(line) for line in lines if line]
 
 
 class Columns:
-    """Rows of numbers gathered by key. Rows with the same keys, which nearly all are, become an array at once."""
+    """Collects rows of numbers into one array for each key.
+
+    Successive rows with the same keys are converted together, in blocks of at most BLOCK_ROWS, for speed.
+    """
 
     def __init__(self) -> None:
         self.n_rows = 0
@@ -81,7 +84,7 @@ class Columns:
         self.n_rows += 1
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Each key's numbers, as long as there are rows."""
+        """The numbers of each key as float64 [N], N the number of rows; NaN where a row lacks the key."""
         self._flush()
         found = {}
         for key, parts in self.parts.items():
@@ -102,7 +105,7 @@ class Columns:
 
 
 def _columns(block: list[list[Any]]) -> list[np.ndarray]:
-    """The columns of rows of equal length, as float64; null is NaN, and so is what is no number."""
+    """The columns of rows of equal length, as float64; null and everything else that is no number becomes NaN."""
     try:
         values_RK = np.array(block, dtype=np.float64)
         if values_RK.ndim == 2:
@@ -127,9 +130,9 @@ def _number(value: Any) -> float:
 
 
 def without_shares(line: bytes) -> bytes:
-    """The line with null in the place of each layer's list of shares; cut by ``bytes.find``, in passing.
+    """The line with null in place of each layer's list of shares, found without parsing the line.
 
-    A text that looks like the beginning of such a list cannot be in a JSON string: there the quote is escaped.
+    The bytes that such a list begins with cannot be within a JSON string, where the quote would be escaped.
     """
     start = line.find(SHARES)
     if start < 0:
@@ -147,9 +150,10 @@ def without_shares(line: bytes) -> bytes:
 
 
 def read_run(path: Path) -> RunRows:
-    """Everything that a report shows of the file; nothing where it is not there. Raises UserError where it is damaged.
+    """The contents of ``path`` as the report needs them, empty where there is no file.
 
-    100,000 rows of 12 layers of 256 experts take 4 s (one core, 2026-11-23).
+    Raises UserError where the file is damaged. 100,000 rows of 12 layers of 256 experts take 4 s (one core,
+    2026-11-23).
     """
     columns, sample = Columns(), EvenSample()
     rows = RunRows(np.zeros(0, np.int64), {})
@@ -171,13 +175,13 @@ def read_run(path: Path) -> RunRows:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and its row, the step made one that a browser's numbers hold."""
+    """Each line and its row, with a step of at most LARGEST_STEP, which a browser's numbers hold exactly."""
     for line, row in read_rows(path, without_shares) if path.exists() else ():
         yield line, row | {"step": min(row["step"], LARGEST_STEP)}
 
 
 def layers_of(rows: RunRows, name: str) -> dict[int, np.ndarray]:
-    """The layers' numbers of that name (load_max, entropy), by the layer's index; layers without any are left out."""
+    """The values [N] of the key ``name`` (load_max, entropy) by layer index; layers with no finite one are left out."""
     found = {}
     for key, values_N in rows.columns.items():
         match = re.fullmatch(rf"moe/layer_(\d{{1,6}})/{name}", key)

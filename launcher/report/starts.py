@@ -1,4 +1,4 @@
-"""The starts of a run: on how many ranks each was, in which layout, with which batch, and in what surroundings."""
+"""The starts of a run: number of ranks, layout, batch and environment of each."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from launcher.training.surroundings import FIELDS
 
 AXES = ("tp", "pp", "cp", "ep", "zero")
 SHOWN = (*(f"parallel.{axis}" for axis in AXES), "train.global_batch_size", "train.micro_batch_size", "train.precision")
-MOST_STARTS = 100  # that are shown of a run: the last ones
+MOST_STARTS = 100  # the last so many starts of a run are shown
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start: what its event says, the values of SHOWN that held from there on (where known), and what changed."""
+    """One start: its event, the values of SHOWN from then on (where known), and the config changes made for it."""
 
     event: Mapping[str, Any]
     values: Mapping[str, str]
@@ -28,13 +28,13 @@ class Start:
 
     @property
     def ranks(self) -> int | None:
-        """How many processes the start had; None where it does not tell."""
+        """The number of processes of the start; None where it is not recorded."""
         ranks = self.event.get("ranks")
         return ranks if type(ranks) is int and ranks > 0 else None
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Versions and device, empty where an older run does not say."""
+        """Versions and device of the start; empty where an older run did not record them."""
         return {key: self.event[key] for key in FIELDS if key in self.event}
 
 
@@ -50,7 +50,10 @@ def leaves(tree: Any, key: str = "") -> dict[str, str]:
 
 
 def starts_of(events: Sequence[Mapping[str, Any]], config: RunConfig | None) -> list[Start]:
-    """All starts in order. The last one's values are the config's; going back, each start's changes are undone."""
+    """All starts in order, each with its config values.
+
+    The last start's values are those of ``config``; those of earlier ones follow by undoing each start's changes.
+    """
     groups: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
     for event in events:
         if event["event"] == "start":
@@ -68,7 +71,7 @@ def starts_of(events: Sequence[Mapping[str, Any]], config: RunConfig | None) -> 
 
 
 def layout_text(start: Start) -> str:
-    """The mesh in words: `8 ranks: dp 2, tp 2, pp 2, ZeRO 1`."""
+    """The layout of a start in words: `8 ranks: dp 2, tp 2, pp 2, ZeRO 1`."""
     ranks = f"{start.ranks:,} rank{'s' * (start.ranks != 1)}" if start.ranks is not None else "ranks not recorded"
     if not start.values:
         return f"{ranks}; layout not known"
@@ -80,7 +83,7 @@ def layout_text(start: Start) -> str:
 
 
 def _dp(start: Start, degrees: Mapping[str, str]) -> int | None:
-    """Data-parallel replicas, which follow from the ranks."""
+    """The number of data-parallel replicas, computed from the ranks and the other degrees; None where unknown."""
     axes = [degrees[axis] for axis in ("tp", "pp", "cp")]
     if start.ranks is None or not all(degree.isdecimal() and int(degree) for degree in axes):
         return None

@@ -1,4 +1,4 @@
-"""The tables of a page as plain texts: how each run ended, its starts, checkpoints, sources and surroundings."""
+"""The tables of the page as plain texts: summary, starts, environment, plan, checkpoints, sources and differences."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from launcher.report.starts import MOST_STARTS, batch_text, layout_text, leaves
 from launcher.tables import loss_text, size_text
 from launcher.watch.drawing import duration
 
-LAST_PART = 0.02  # of the updates, whose mean is the loss at the end
-MOST_ROWS = 60  # checkpoints of a run
-MOST_KEYS = 200  # keys in which the configs differ
-OWN_KEYS = ("name", "run_dir")  # each run's own
+LAST_PART = 0.02  # the fraction of the updates over which the final loss is averaged
+MOST_ROWS = 60  # checkpoints shown of a run
+MOST_KEYS = 200  # config differences shown
+OWN_KEYS = ("name", "run_dir")  # keys that differ between any two runs
 
 
 @dataclass(frozen=True)
 class Table:
-    """Titles and rows of texts. ``runs``: the run that each row is of, by its place; None where columns are runs."""
+    """Titles and rows of texts. ``runs``: the index of each row's run; None where each column is a run."""
 
     titles: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -30,7 +30,7 @@ class Table:
 
 
 def summary_table(runs: Sequence[RunFacts]) -> Table:
-    """What a reader asks first, a column for each run."""
+    """The main figures (state, step, losses, speed, incidents), a column for each run."""
     columns = [summary_of(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [(label, *(column.get(label, "") for column in columns)) for label in labels]
@@ -110,7 +110,7 @@ def _plain(value: float) -> str:
 
 
 def starts_table(runs: Sequence[RunFacts]) -> Table:
-    """Each start: from which step, on what, in which layout, and what was changed for it."""
+    """One row for each start: step, layout, batch, nodes, and the config changes made for it."""
     rows, numbers, left_out = [], [], 0
     for number, run in enumerate(runs):
         left_out += max(0, len(run.starts) - MOST_STARTS)
@@ -126,7 +126,7 @@ def starts_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def environment_table(runs: Sequence[RunFacts]) -> Table:
-    """What each run's last start ran on, a column for each run."""
+    """The environment of each run's last start (versions, device, code, config hash), a column for each run."""
     columns = []
     for run in runs:
         start = run.starts[-1] if run.starts else None
@@ -142,7 +142,7 @@ def environment_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def plan_table(runs: Sequence[RunFacts]) -> Table:
-    """The last start's plan and what was measured."""
+    """The plan of each run's last start beside what was measured."""
     rows = [(number, row) for number, run in enumerate(runs) for row in run.plan_rows if row[1] or row[2]]
     titles, remark = ("what", "planned", "measured", ""), ""
     if not any(row[0] == "step" and row[1] for _, row in rows):
@@ -151,7 +151,7 @@ def plan_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def checkpoints_table(runs: Sequence[RunFacts]) -> Table:
-    """Each run's newest saves: how long each took, and whether it is still there."""
+    """The newest checkpoints of each run: how long each took to save, and whether it still exists."""
     rows, numbers, left_out = [], [], 0
     for number, run in enumerate(runs):
         saves = {event["step"]: event for event in run.rows.events if event["event"] == "checkpoint"}
@@ -172,7 +172,7 @@ def _seconds(value: object) -> str:
 
 
 def sources_table(runs: Sequence[RunFacts]) -> Table:
-    """Where the tokens came from: the configured sources, and what was taken of them."""
+    """The configured data sources, with the share of samples and the epochs taken from each."""
     rows, numbers = [], []
     for number, run in enumerate(runs):
         for name, path, weight in _sources(run):
@@ -184,7 +184,7 @@ def sources_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def _sources(run: RunFacts) -> list[tuple[str, str, str]]:
-    """(name in the metrics, path, weight). Without metrics the names are not known, without a config the paths."""
+    """(name in the metrics, path, weight) of each source; names are empty without metrics, paths without a config."""
     shares = (key for key in run.rows.columns if key.startswith("data/") and key.endswith("/share"))
     names = [key.removeprefix("data/").removesuffix("/share") for key in shares]
     sources = run.config.data.sources if run.config is not None else ()

@@ -1,1 +1,1 @@
-"""Jobs on a Slurm cluster: submitting them, following them, and what they need to know of the cluster."""
+"""Jobs on a Slurm cluster: checking, submitting, following and cancelling them."""

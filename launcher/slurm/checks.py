@@ -1,4 +1,4 @@
-"""What is looked at before a job is submitted, so that it does not fail after a night in the queue."""
+"""Checks made before a job is submitted, so that it does not fail after hours in the queue."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from launcher.training.start import (
 )
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
-SAVE_GIB_PER_SECOND = 0.25  # of one node, at least; for the estimate of a save's time only
+SAVE_GIB_PER_SECOND = 0.25  # the least that one node is assumed to write; only for estimating the time of a save
 
 
 def check_job(config: RunConfig, script: str) -> list[str]:
@@ -40,12 +40,16 @@ def check_job(config: RunConfig, script: str) -> list[str]:
 
 
 def check_here(config: RunConfig) -> list[str]:
-    """What can be said of one run without Slurm."""
+    """Every problem of one run that can be found without Slurm: environment, run directory, data, W&B."""
     return [*check_environment(config), *check_run(config), *check_data(config), *check_wandb(config)]
 
 
 def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, is_right: bool) -> list[str]:
-    """What Slurm says of the job that trains in ``run_paths``; of the script only where all else ``is_right``."""
+    """Every problem that Slurm's commands reveal of the job that trains in ``run_paths``.
+
+    The script is tried with ``sbatch --test-only`` where no other check found a problem (``is_right``: nor did those
+    made before this call).
+    """
     try:
         require("sbatch", "squeue", "sinfo")
         problems = [*check_partition(config), *check_unused(config, run_paths)]
@@ -60,7 +64,7 @@ def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, 
 
 
 def check_names(config: RunConfig) -> list[str]:
-    """The name and the path can be written into a job script. No script is made of others, not even to be shown."""
+    """Problems of a name or path that cannot be written into a job script; then no script may be made at all."""
     paths = dict.fromkeys((f"{config.run_path}", f"{config.run_path.absolute()}"))
     return [
         f"{key}={show(text)} must be of letters, digits, spaces and . , : + @ = _ - to name a job, "
@@ -71,7 +75,7 @@ def check_names(config: RunConfig) -> list[str]:
 
 
 def check_environment(config: RunConfig) -> Iterator[str]:
-    """The variables that the job takes from this shell are there, and sbatch passes them on."""
+    """A line for each variable of slurm.environment that the job takes from this shell but would not get."""
     exported = os.environ.get("SBATCH_EXPORT", "ALL").split(",")
     for number, name in enumerate(config.slurm.environment):
         if "=" in name:
@@ -87,7 +91,11 @@ def check_environment(config: RunConfig) -> Iterator[str]:
 
 
 def check_run(config: RunConfig) -> list[str]:
-    """The run directory: writable, shared, with room, of this run; and the notice is long enough for a save."""
+    """Problems of the run directory, and of a notice too short for a save.
+
+    The directory must be writable, on a shared file system with room for the checkpoints, and hold nothing but this
+    run.
+    """
     problems = _problems(lambda: check_writable(config)) + _problems(lambda: check_resume(config))
     problems += _problems(lambda: check_checkpoint_dir(config))
     problems = problems or _problems(lambda: check_parts(config.run_path, writing=True))
@@ -116,7 +124,7 @@ def check_run(config: RunConfig) -> list[str]:
 
 
 def check_checkpoint(config: RunConfig) -> list[str]:
-    """The checkpoint that the run would go on from can be loaded; nothing where it would begin."""
+    """Problems that would keep the run from loading the checkpoint it resumes from; none where it would begin anew."""
     try:
         check_owner(config)
         check_checkpoints(config, is_new=saved_config(config.run_path) is None)
@@ -129,7 +137,7 @@ def check_checkpoint(config: RunConfig) -> list[str]:
 
 
 def check_wandb(config: RunConfig) -> Iterator[str]:
-    """W&B has a key where it is to be online, whatever becomes of the network."""
+    """A line where W&B is asked to be online and no key for it is found; the network is not used."""
     from launcher.watch.wandb_run import has_key
 
     asked = "metrics.wandb.mode=online" if config.metrics.wandb.mode == "online" else ""
@@ -140,14 +148,14 @@ def check_wandb(config: RunConfig) -> Iterator[str]:
 
 
 def check_data(config: RunConfig) -> list[str]:
-    """The sources are there, and so are their token files, which can be opened, as the ranks will."""
+    """Problems of the data: missing sources, or token files that are missing or cannot be opened as ranks do."""
     from data import rules
 
     return rules.check_data(config.data, config.model.vocab_size) or _problems(lambda: _open_data(config))
 
 
 def check_hashes(config: RunConfig) -> list[str]:
-    """The token files still are what was prepared. Reads all of them."""
+    """A line for each token file whose hash is not that of what was prepared. Reads all of them."""
     from data.prepared import locate, verify
 
     prepared = locate(config.data, config.model.vocab_size)
@@ -166,7 +174,7 @@ def _open_data(config: RunConfig) -> None:
 
 
 def _problems(check: Callable[[], object]) -> list[str]:
-    """The lines of the user's mistake that ``check`` raises."""
+    """The lines of the UserError or DataError that ``check`` raises; none where it raises neither."""
     try:
         check()
     except UserError as error:
@@ -177,7 +185,7 @@ def _problems(check: Callable[[], object]) -> list[str]:
 
 
 def check_partition(config: RunConfig) -> Iterator[str]:
-    """The partition is there, and has what is asked of it: where several are named, one of them."""
+    """A line where the partition does not exist or is too small; of several named ones, one must be large enough."""
     found, default = partitions()
     of_shell = default_partition() if config.slurm.partition is None else None
     named, key = config.slurm.partition or of_shell or default, "SBATCH_PARTITION" if of_shell else "slurm.partition"
@@ -195,7 +203,7 @@ def check_partition(config: RunConfig) -> Iterator[str]:
 
 
 def check_size(slurm: SlurmConfig, partition: Partition) -> Iterator[str]:
-    """The partition has the nodes, the GPUs and the time that are asked for."""
+    """A line for each of nodes, GPUs and time of which the job asks more than the partition has."""
     name = partition.name
     if slurm.nodes > partition.nodes:
         most = partition.nodes
@@ -219,7 +227,7 @@ def check_size(slurm: SlurmConfig, partition: Partition) -> Iterator[str]:
 
 
 def check_unused(config: RunConfig, run_paths: Sequence[Path]) -> Iterator[str]:
-    """No live job trains in the run directories, nor in any of the sweep's."""
+    """A line where a live job already trains in one of the run directories or in the config's own."""
     mine = {path.absolute() for path in (config.run_path, *run_paths)}
     for job in [job for job in live_jobs() if mine & {job.run_path, job.submitted}][:1]:
         run = shlex.quote(str(config.run_path))
@@ -242,13 +250,13 @@ def file_system(path: Path) -> str:
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """What is worth saying and no reason not to submit."""
+    """Notes and warnings about a job that are no reason to refuse it, a line each."""
     yield from wandb_notes(config, shlex.quote(str(config.run_path)))
     yield from checkpoint_notes(config)
 
 
 def checkpoint_notes(config: RunConfig) -> Iterator[str]:
-    """Where the run goes on from, and which newer checkpoints are damaged."""
+    """Lines that say from which step the run resumes, and which newer checkpoints are damaged."""
     found = look_for_checkpoint(config)
     yield from (f"warning: {line}; it will be set aside" for line in found.damaged)
     if found.step is not None and found.step >= config.train.steps:
@@ -258,9 +266,9 @@ def checkpoint_notes(config: RunConfig) -> Iterator[str]:
 
 
 def wandb_notes(config: RunConfig, runs: str) -> Iterator[str]:
-    """Whether W&B will be online, and whether its server answers; the nodes may reach less than a login node.
+    """Lines that say whether W&B will be online, and warn where its server does not answer from here.
 
-    ``runs`` is the run directory, or a glob of several, as a shell takes it.
+    ``runs`` is the run directory, or a glob of several, quoted for a shell.
     """
     from launcher.watch.wandb_run import INIT_SECONDS, choose_mode, unreachable
 

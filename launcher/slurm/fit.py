@@ -1,4 +1,4 @@
-"""Whether a job's GPUs hold what its ranks will: by closed forms, before it is submitted."""
+"""Checks by closed forms, before submission, whether a job's ranks fit the memory of its GPUs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from launcher.slurm.queue import SlurmError, gpu_types
 from launcher.trace.hardware import Hardware, hardware_called, read_hardware
 
 GIB = 2**30
-REFUSED_BELOW = 0.1  # chance to fit: the whole interval of the plan lies above what the GPU has
+REFUSED_BELOW = 0.1  # chance to fit; below it the plan's whole interval lies above the GPU's memory
 WARNED_BELOW = 0.5
-MOST_TIMES = 8  # the nodes asked for, that a remedy may name
+MOST_TIMES = 8  # a remedy may name up to so many times the nodes asked for
 STAGES = (0, 1, 2, 3)
-# What a rank holds less by, under a stage of ZeRO.
+# For a stage of ZeRO, the switches that lower a rank's memory.
 LIGHTER: dict[int, list[dict[str, Any]]] = {1: [{"grad_reduce": "micro_batch"}], 2: [{"offload_optimizer": True}]}
-BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.125)  # parts of a budget of activations that a remedy may leave
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.125)  # fractions of train.activation_gib that a remedy may suggest
 
 
 def check_fit(config: RunConfig) -> list[str]:
-    """The line of a job that will not fit its GPUs; nothing where they are not known, or it may fit.
+    """A line for a job that will not fit its GPUs, with a remedy; none where it may fit or the GPU is not known.
 
-    Raises UserError for a ``slurm.gpu`` that nobody knows.
+    Raises UserError for a ``slurm.gpu`` that is neither a known name nor a file.
     """
     hardware = hardware_of(config)
     if hardware is None:
@@ -45,7 +45,7 @@ def check_fit(config: RunConfig) -> list[str]:
 
 
 def fit_notes(config: RunConfig) -> Iterator[str]:
-    """A warning where a job may well not fit."""
+    """A warning where the chance that the job fits its GPUs is low, but not low enough to refuse it."""
     hardware = hardware_of(config)
     plan = plan_of(config, hardware) if hardware is not None else None
     if hardware is not None and plan is not None and REFUSED_BELOW <= plan["chance_to_fit"] < WARNED_BELOW:
@@ -57,7 +57,10 @@ def fit_notes(config: RunConfig) -> Iterator[str]:
 
 
 def hardware_of(config: RunConfig) -> Hardware | None:
-    """What ``slurm.gpu`` names, or else what Slurm calls the partition's GPUs, where there is a file of that name."""
+    """The hardware that ``slurm.gpu`` names, or else that of the partition's GPUs by Slurm's name for them.
+
+    None where the job has no GPUs, or where Slurm does not name exactly one known kind.
+    """
     slurm = config.slurm
     if slurm.gpus_per_node == 0:
         return None
@@ -72,7 +75,7 @@ def hardware_of(config: RunConfig) -> Hardware | None:
 
 
 def plan_of(config: RunConfig, hardware: Hardware) -> dict[str, Any] | None:
-    """The plan by closed forms; None where these know nothing of the hardware's precision."""
+    """The plan by closed forms; None where they cannot plan this config on this hardware."""
     try:
         return quick_plan(config, config.slurm.world_size, hardware, room_on(hardware))
     except CannotPlan:
@@ -80,7 +83,7 @@ def plan_of(config: RunConfig, hardware: Hardware) -> dict[str, Any] | None:
 
 
 def remedy(config: RunConfig, n_gpus: int, hardware: Hardware) -> str:
-    """The nearest that fits: the fewest keys changed on these GPUs, or else the fewest more nodes."""
+    """Words for the nearest config that fits: with the fewest changed keys on these GPUs, or else on more nodes."""
     for times in (1, *(2**power for power in range(1, MOST_TIMES.bit_length()))):
         slurm = dataclasses.replace(config.slurm, nodes=times * config.slurm.nodes)
         larger = dataclasses.replace(config, slurm=slurm)
@@ -92,7 +95,7 @@ def remedy(config: RunConfig, n_gpus: int, hardware: Hardware) -> str:
 
 
 def nearest(config: RunConfig, n_gpus: int, hardware: Hardware) -> RunConfig | None:
-    """The legal config that is likely to fit with the fewest changes: the quickest of these; None where none fits."""
+    """The valid config that is likely to fit with the fewest changed keys, the fastest of several; None for none."""
     around = [each for each in variants(config) if not check(each, n_gpus)]
     fitting = [(len(changes(config, each)), seconds, each) for each in around if (seconds := fits(each, hardware))]
     if fitting:
@@ -128,12 +131,12 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def fits(config: RunConfig, hardware: Hardware) -> float | None:
-    """Seconds of a step where it is more likely to fit than not; else None."""
+    """Planned seconds of a step where the config is more likely to fit than not; else None."""
     plan = plan_of(config, hardware)
     return plan["step_seconds"] if plan is not None and plan["chance_to_fit"] >= WARNED_BELOW else None
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[str]:
-    """The overrides that lead from one to the other."""
+    """The overrides (``key=value``) that turn the config ``before`` into ``after``."""
     had = set(overrides_of(before, before))
     return [each for each in overrides_of(after, before) if each not in had]

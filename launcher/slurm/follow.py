@@ -1,4 +1,4 @@
-"""`roundtable status`, `logs` and `cancel`: a run seen from where it was submitted."""
+"""`roundtable status`, `logs` and `cancel`: follows and ends runs from where they were submitted."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ JOB_POLL_SECONDS = 15  # between two questions to Slurm whether its job still li
 
 
 def print_status(run: str | None, *, as_json: bool) -> int:
-    """Prints how far a run is and what its jobs do, each of a sweep's runs, or all runs with live jobs."""
+    """Prints progress and jobs of a run, of each run of a sweep, or (None) of all runs with live jobs. Returns 0."""
     require("squeue")
     jobs = _live(None)
     path = find_run(run) if run is not None else None
@@ -40,7 +40,7 @@ def print_status(run: str | None, *, as_json: bool) -> int:
 
 
 def status(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
-    """How far the run is, as JSON would have it; what is not known yet is null. Raises UserError for a damaged part."""
+    """The run's progress as a tree for JSON, unknown values None. Raises UserError where a part is damaged."""
     check_parts(run_path, CHECKPOINTS, LOGS, METRICS, SLURM)
     config = saved_config(run_path)
     metrics = run_path / METRICS
@@ -61,7 +61,7 @@ def status(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
 
 
 def status_or_problems(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
-    """The run's status; of a damaged one its jobs, and a line for each damaged part."""
+    """The run's status; for a damaged run only its jobs and a line for each damaged part."""
     try:
         return status(run_path, jobs)
     except UserError as error:
@@ -69,13 +69,13 @@ def status_or_problems(run_path: Path, jobs: list[LiveJob]) -> dict[str, Any]:
 
 
 def rows_of(jobs: list[LiveJob]) -> list[dict[str, str]]:
-    """The jobs as JSON would have them."""
+    """The jobs as trees for JSON."""
     names = ("job_id", "state", "reason", "nodes", "elapsed", "limit")
     return [{name: getattr(job, name) for name in names} for job in jobs]
 
 
 def names_of_checkpoints(run_path: Path) -> list[str]:
-    """A run's checkpoints, oldest first; none where they lie in an object store that does not answer."""
+    """The names of a run's checkpoints, oldest first; empty where their object store does not answer."""
     location = checkpoints_of(run_path)
     with suppress(UserError), refusing_unreachable("checkpoint.dir", location):
         return open_store(location).names()
@@ -90,7 +90,7 @@ def last_word(run_path: Path) -> str | None:
 
 
 def lines(status: dict[str, Any]) -> list[str]:
-    """A status as people read it."""
+    """A status, as ``status`` returns it, as lines of text."""
     if "problems" in status:
         told = [f"{status['run_dir']}: damaged", *(f"  {in_a_line(line)}" for line in status["problems"])]
     else:
@@ -106,7 +106,7 @@ def lines(status: dict[str, Any]) -> list[str]:
 
 
 def progress(status: dict[str, Any]) -> str:
-    """How far a whole run is, in words."""
+    """The progress of an undamaged run in words: step, loss, speed, and the age of the last step."""
     if status["step"] is None:
         return "no step yet"
     pace = status["tokens_per_second"]
@@ -117,7 +117,11 @@ def progress(status: dict[str, Any]) -> str:
 
 
 def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
-    """Prints the end of a rank's log, or of the job script's (rank None); with ``follow`` until no job of it lives."""
+    """Prints the last ``n_lines`` of a rank's log, or of the job script's (rank None). Returns 0.
+
+    With ``follow``, goes on printing until the run has no live job. Raises UserError where there is no such log, or
+    ``run`` is a sweep of several runs.
+    """
     run_path = find_run(run)
     runs = runs_of(run_path)
     if runs != [run_path]:
@@ -144,7 +148,7 @@ def print_log(run: str, rank: int | None, n_lines: int, *, follow: bool) -> int:
 
 
 def log_path(run_path: Path, rank: int | None) -> Path | None:
-    """Where the rank writes; rank None: the newest job script."""
+    """The newest log of that rank, or (None) of the job scripts; None where there is none."""
     pattern = "job-*.log" if rank is None else f"rank-{rank}.log"
     found = [path for path in (run_path / "logs").glob(pattern) if path.exists()]  # a link, before its task has begun
     paths = sorted(found, key=lambda path: path.stat().st_mtime)
@@ -156,7 +160,7 @@ def _whose(rank: int | None) -> str:
 
 
 def cancel_run(run: str, *, save: bool) -> int:
-    """Ends the jobs of a run or a sweep: those that wait at once, with ``save`` the running ones after a save."""
+    """Cancels the jobs of a run or a sweep; with ``save``, running ones are told to save and stop. Returns 0."""
     require("squeue", "scancel")
     jobs = jobs_of(run)
     jobs.sort(key=lambda job: job.state != "PENDING")  # first those that would begin when the running one ends
@@ -171,7 +175,7 @@ def cancel_run(run: str, *, save: bool) -> int:
 
 
 def jobs_of(run: str) -> list[LiveJob]:
-    """The live jobs of a run or a sweep, of one whose directory is gone or damaged too. Raises UserError for none."""
+    """The live jobs of a run or a sweep, even where its directory is gone or damaged. Raises UserError for none."""
     try:
         places = [find_run(run)]
         refusal = UserError([f"{places[0]} has no live job to cancel; see `roundtable status`"])
@@ -184,12 +188,12 @@ def jobs_of(run: str) -> list[LiveJob]:
 
 
 def places_of(run: str) -> list[Path]:
-    """Where a run may lie that a user means by its path or its name."""
+    """The directories that a user may mean by ``run``: the path itself, or the run of that name below runs/."""
     return [Path(run), Path("runs") / run]
 
 
 def find_run(run: str) -> Path:
-    """The directory of a run or a sweep that a user means by its path or its name."""
+    """The directory of a run or a sweep, given its path or its name. Raises UserError where there is none."""
     for path in places_of(run):
         if any(os.path.lexists(path / name) for name in (CONFIG, SLURM)):
             check_parts(path, CONFIG, SLURM)

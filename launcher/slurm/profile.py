@@ -1,4 +1,4 @@
-"""Clusters' profiles: what a cluster's `slurm:` section begins with."""
+"""Reads a cluster's profile (defaults of the `slurm:` section) and the templates of job scripts."""
 
 import os
 from importlib import resources
@@ -12,7 +12,10 @@ FOLDER = Path(str(resources.files("launcher.slurm"))) / "files"  # in the source
 
 
 def read_profile(name: str) -> dict[str, Any]:
-    """The keys of a profile: of slurm/clusters/NAME.yaml, or of a file that ``name`` is the path of."""
+    """The keys of a profile: slurm/clusters/NAME.yaml, or the file itself where ``name`` is a path to a YAML file.
+
+    Raises UserError where there is no such file.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml"
     if not os.path.isfile(path):
         known = sorted(each.stem for each in (FOLDER / "clusters").glob("*.yaml"))
@@ -21,7 +24,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 
 def job_script(name: str) -> str:
-    """The text of slurm/NAME.sbatch."""
+    """The text of slurm/NAME.sbatch. Raises UserError where it is missing."""
     path = FOLDER / f"{name}.sbatch"
     if not path.is_file():
         raise UserError([f"{path} is missing; install Roundtable again, or check out slurm/ and the link to it"])

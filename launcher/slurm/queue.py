@@ -1,4 +1,4 @@
-"""What Slurm's commands say: partitions, live jobs, and what becomes of a job."""
+"""Asks Slurm's commands about partitions, live jobs, and whether a job has ended or would be accepted."""
 
 import functools
 import os
@@ -15,12 +15,12 @@ from launcher.slurm.script import COMMENT, RUNS
 from launcher.slurm.shell import default_partition, for_sbatch
 from launcher.training.run_parts import SLURM, check_parts
 
-SECONDS = 60  # a busy slurmctld may take long to answer; one that is away never does
+SECONDS = 60  # timeout of a command: a busy slurmctld may take long to answer, one that is down never does
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What sinfo says of a partition, the most that any of its nodes has."""
+    """A partition as sinfo describes it; GPUs are the most that any of its nodes has."""
 
     name: str
     nodes: int
@@ -43,18 +43,21 @@ class LiveJob:
 
 
 class SlurmError(Exception):
-    """A command of Slurm's failed; the message is what it said."""
+    """A Slurm command failed or timed out; the message is the command's own."""
 
 
 def require(*programs: str) -> None:
-    """Raises UserError where a command of Slurm's is not to be had."""
+    """Raises UserError where one of these Slurm commands is not on the PATH."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         raise UserError([f"{missing[0]} must be on the PATH, and is not; run this where Slurm is, on a login node"])
 
 
 def ask(*command: str, text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """What a command prints; raises SlurmError with its own words. ``environment``: its variables (None: these)."""
+    """Runs a command and returns its stdout. Raises SlurmError, with the command's message, where it fails.
+
+    ``text`` is its stdin. ``environment``: its variables; None: those of this process.
+    """
     how = {"input": text, "env": environment, "timeout": SECONDS}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
@@ -85,15 +88,15 @@ def partitions() -> tuple[dict[str, Partition], str | None]:
 
 
 def gpus_of(gres: str) -> int:
-    """GPUs in what sinfo's %G says of a node: gpu:8, gpu:h100:4(S:0-1),shard:2, (null)."""
+    """The number of GPUs in sinfo's %G of a node: gpu:8, gpu:h100:4(S:0-1),shard:2, (null)."""
     counts = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres)
     return sum(map(int, counts))
 
 
 def gpu_types(partition: str | None) -> list[str]:
-    """The kinds of GPU that sinfo names in a partition, or in several with commas between them (gpu:h100:8 is h100).
+    """The kinds of GPU that sinfo names in a partition (h100 for gpu:h100:8), or in several, separated by commas.
 
-    None: the default partition.
+    None means the default partition.
     """
     found: dict[str, None] = {}
     named = partition or default_partition()
@@ -115,7 +118,10 @@ def minutes_of(limit: str) -> int | None:
 
 
 def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
-    """The user's jobs in the queue that train ``run_path``, a run's or a sweep's, or anything; tasks one by one."""
+    """The user's Roundtable jobs in the queue, each task of an array by itself.
+
+    With ``run_path``, the directory of a run or a sweep, only its jobs. Raises SlurmError where squeue fails.
+    """
     jobs, runs_of_each = [], functools.cache(runs_of)
     for line in ask("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r|%N|%M|%l|%k").splitlines():
         job_id, state, reason, nodes, elapsed, limit, comment = line.split("|", 6)
@@ -132,9 +138,9 @@ def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
 
 
 def runs_of(path: Path) -> list[Path]:
-    """The run directories of a sweep's directory, in the order of its tasks; that of a run is its only one.
+    """The run directories of a sweep, in the order of its tasks; for the directory of a single run only that one.
 
-    A sweep whose list is damaged counts as one run, which ``check_parts`` then names.
+    A sweep whose list of runs is damaged counts as one run, so that a later ``check_parts`` of it reports the damage.
     """
     try:
         check_parts(path, SLURM)
@@ -145,9 +151,9 @@ def runs_of(path: Path) -> list[Path]:
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What Slurm's commands call the job that this process belongs to: 12, or 12_3 in an array; None outside of Slurm.
+    """The id of the job that this process belongs to: 12, or 12_3 for a task of an array; None outside of Slurm.
 
-    An array's last task has the number of the whole array as its SLURM_JOB_ID, so the job script says which is meant.
+    Roundtable's job script sets ROUNDTABLE_JOB, since SLURM_JOB_ID of an array's last task is that of the whole array.
     """
     return environment.get("ROUNDTABLE_JOB") or environment.get("SLURM_JOB_ID")
 
@@ -159,11 +165,11 @@ def has_ended(job_id: str) -> bool:
             "squeue", "-h", "-j", job_id, "-t", "RUNNING,SUSPENDED,COMPLETING,CONFIGURING", "-o", "%i"
         ).strip()
     except (SlurmError, OSError) as error:
-        return "Invalid job id" in str(error)  # so old that Slurm has forgotten it
+        return "Invalid job id" in str(error)  # Slurm removes jobs from its records some time after they ended
 
 
 def would_take(script: str, slurm: SlurmConfig) -> str | None:
-    """Why Slurm would not take the script, in its own words; None where it would."""
+    """Why ``sbatch --test-only`` refuses the script, in its own words; None where it accepts it."""
     try:
         ask("sbatch", "--test-only", text=script, environment=for_sbatch(slurm))
     except SlurmError as error:

@@ -1,4 +1,4 @@
-"""Where a run would go on from: its newest whole checkpoint, looked at without reading what it holds."""
+"""Finds the checkpoint that a run would resume from, without reading its tensors."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ from parallel.checkpoint.places import open_store
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a start would find."""
+    """The checkpoint that a start of the run would resume from, and what is wrong with it and newer ones."""
 
     step: int | None  # of the newest whole checkpoint; None: there is none
-    damaged: tuple[str, ...]  # a line for each newer one, which the start would set aside
-    problems: tuple[str, ...]  # why it cannot go on from there
+    damaged: tuple[str, ...]  # a line for each newer, damaged one, which the start would set aside
+    problems: tuple[str, ...]  # why the run cannot resume from it
 
 
 def look_for_checkpoint(config: RunConfig) -> Resumption:
-    """Looks at manifests, certificates and files' sizes, from the newest checkpoint to the first whole one.
+    """Finds the newest whole checkpoint of the run by manifests, certificates and file sizes.
 
     The manifest certifies that every element of every tensor is there once, and loading reads boxes of them, so a
-    whole checkpoint of this model loads under any layout that the config may have. Raises OSError where the place
-    cannot be read.
+    whole checkpoint of this model loads under any layout that the config may have. Raises OSError where the
+    checkpoints' location cannot be read.
     """
     store = open_store(config.checkpoint_location)
     names, damaged = store.names(), []
@@ -40,7 +40,7 @@ def look_for_checkpoint(config: RunConfig) -> Resumption:
 
 
 def misfit(config: RunConfig, name: str, manifest: Manifest) -> tuple[str, ...]:
-    """The line of a checkpoint that is not of this model, or nothing."""
+    """A line where the checkpoint's tensors are not those of the config's model; empty where they are."""
     from modeling.logical import logical_shapes
 
     found = differences(manifest, logical_shapes(config.model))

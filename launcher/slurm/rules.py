@@ -1,4 +1,4 @@
-"""What a `slurm:` section must keep to, whatever the cluster."""
+"""Rules for the `slurm:` section that hold on any cluster."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The job script: slurm/*.sbatch with a run's own settings."""
+"""Renders the job script: a template of slurm/*.sbatch with the settings of a run or a sweep."""
 
 import re
 import shlex
@@ -29,10 +29,11 @@ class Array:
 
 
 def render(template: str, config: RunConfig, python: str, array: Array | None = None) -> str:
-    """The script that trains ``config``, or a sweep's runs below its run directory; ``python`` where none is set.
+    """The job script that trains ``config``, or with ``array`` the sweep's runs below its run directory.
 
-    The job reads the config of its run from RUN_DIR/slurm/config.yaml. Raises UserError where ``template`` does not
-    have its settings once, between the two lines that mark them.
+    ``python`` is the interpreter where ``slurm.python`` is not set. The job reads the config of its run from
+    RUN_DIR/slurm/config.yaml. Raises UserError where ``template`` does not have exactly one block of settings between
+    the lines BEGIN and END.
     """
     lines = [*sbatch_lines(config, array), *shell_lines(config, python, array)]
     block = "\n".join([BEGIN, *lines, END, ""])
@@ -51,7 +52,7 @@ def _notes_by_hand(template: str) -> str:
 
 
 def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]:
-    """What sbatch reads."""
+    """The #SBATCH lines of the script."""
     slurm, log = config.slurm, "%j" if array is None else "%A_%a"
     options: dict[str, object] = {
         "job-name": config.name,
@@ -80,7 +81,7 @@ def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]
 
 
 def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> Iterator[str]:
-    """What the shell reads."""
+    """The lines of the settings that bash executes: modules, environment, and the script's variables."""
     slurm = config.slurm
     if slurm.modules:
         yield f"module load {' '.join(map(shlex.quote, slurm.modules))}"
@@ -109,7 +110,7 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
 
 
 def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
-    """Environment variables of the job, the values as bash reads them."""
+    """Names and values of the job's environment variables, the values quoted for bash."""
     if slurm.network_interface is not None:
         yield "NCCL_SOCKET_IFNAME", shlex.quote(slurm.network_interface)
         if slurm.network_interface[0] not in "^=":  # gloo knows no exceptions
@@ -124,7 +125,7 @@ def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
 
 
 def quote_except_variables(text: str) -> str:
-    """``text`` for bash, which fills in $NAME and ${NAME}, and ends the job where there is none; all else is itself."""
+    """``text`` quoted for bash, except that $NAME and ${NAME} are expanded; an unset variable ends the job."""
     parts = re.split(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", text, flags=re.ASCII)
     plain, names = parts[::3], [first or second for first, second in zip(parts[1::3], parts[2::3], strict=True)]
     filled = [f'"${{{name}:?is not set on the node}}"' for name in names] + [""]
@@ -137,13 +138,16 @@ def comment(run_path: Path) -> str:
 
 
 def time_limit(minutes: int) -> str:
-    """As Slurm writes it: days-hours:minutes:seconds."""
+    """The time limit as Slurm writes it: days-hours:minutes:seconds."""
     days, left = divmod(minutes, 1440)
     return f"{days}-{left // 60:02}:{left % 60:02}:00"
 
 
 def quote_for_sbatch(value: str) -> str:
-    """``value`` as sbatch's own reader takes it: one word, or in double quotes."""
+    """``value`` as sbatch parses it in a #SBATCH line: as it is, or in double quotes.
+
+    Raises ValueError for a value with quotes, backslashes or characters that cannot be printed.
+    """
     if re.fullmatch(r"[\w.,:;&|=@^*+/()\[\]%-]+", value):
         return value
     if not value.isprintable() or set(value) & set('"\\'):  # the rules let no such value pass

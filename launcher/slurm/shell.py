@@ -1,7 +1,7 @@
-"""What sbatch is given of the shell that submits: what that shell says of other jobs must not change this one.
+"""Selects the environment variables of the submitting shell that sbatch gets, so that none changes the job.
 
-To sbatch a variable of its own (SBATCH_TIMELIMIT) counts for more than a line of the script. What Slurm has set in the
-shell of a job (SLURM_GPUS_PER_TASK) is handed over to a job that is submitted from there, where srun reads it.
+sbatch lets its own variables (SBATCH_TIMELIMIT) override the lines of the script. Variables that Slurm has set in the
+shell of a job (SLURM_GPUS_PER_TASK) are inherited by a job that is submitted from there, where srun reads them.
 """
 
 import os
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from launcher.slurm.config import SlurmConfig
 
-# What every script says, or leaves out on purpose. With SBATCH_WAIT sbatch would wait for the job's end.
+# Options that every script sets, or leaves out on purpose. With SBATCH_WAIT sbatch would wait for the job's end.
 OURS = (
     *("JOB_NAME", "ARRAY_INX", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "ERROR", "WAIT"),
     *("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK"),
 )
-# What a script says where the key is set; else the shell's counts, as with any job.
+# Options that a script sets only where the config has the key; otherwise the shell's variable is passed on.
 OF_KEYS = {
     "partition": ("PARTITION",),
     "account": ("ACCOUNT",),
@@ -24,11 +24,14 @@ OF_KEYS = {
     "memory": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     "cpus_per_task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
 }
-OF_THE_CLUSTER = ("CONF", "CONF_SERVER", "CLUSTERS", "JWT", "TIME_FORMAT", "UMASK")  # these are no job's
+OF_THE_CLUSTER = ("CONF", "CONF_SERVER", "CLUSTERS", "JWT", "TIME_FORMAT", "UMASK")  # of the cluster, not of a job
 
 
 def for_sbatch(slurm: SlurmConfig, shell: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that sbatch gets. Those that ``slurm.environment`` names are kept."""
+    """The environment for sbatch: the shell's, without what would override the script or belongs to another job.
+
+    Variables that ``slurm.environment`` names are always kept.
+    """
     stated = [name for key, names in OF_KEYS.items() if getattr(slurm, key) is not None for name in names]
     dropped = {f"SBATCH_{name}" for name in (*OURS, *stated)}
     if "SLURM_JOB_ID" in shell:
@@ -39,5 +42,5 @@ def for_sbatch(slurm: SlurmConfig, shell: Mapping[str, str] = os.environ) -> dic
 
 
 def default_partition(shell: Mapping[str, str] = os.environ) -> str | None:
-    """The partition that the shell names for jobs whose script names none; None where it names none either."""
+    """The partition that SBATCH_PARTITION names for scripts without one; None where it is not set."""
     return shell.get("SBATCH_PARTITION") or None

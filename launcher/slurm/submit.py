@@ -1,4 +1,4 @@
-"""`roundtable submit`: checks all that can be checked here, then hands the run to Slurm."""
+"""`roundtable submit`: checks everything that can be checked before, then submits the run to Slurm."""
 
 import shlex
 import sys
@@ -25,8 +25,8 @@ def submit_run(
     """Submits the run, or with ``dry_run`` prints its script; returns the exit code.
 
     Raises UserError, with nothing created or submitted, where the config is wrong, or, without ``dry_run``, where the
-    job could not run. ``hashes``: read all token files and compare them with what was prepared. ``plan``: refuse what
-    will not fit the GPUs.
+    job could not run. ``hashes``: read all token files and compare them with what was prepared. ``plan``: refuse a
+    run that will not fit the GPUs' memory.
     """
     profile = {"slurm": read_profile(cluster)}
     path = enter_start_folder(path, overrides)
@@ -52,7 +52,7 @@ def submit_run(
 
 
 def write_config(config: RunConfig) -> None:
-    """Writes the config, resolved, to where the job reads it, and makes the folder of its logs."""
+    """Writes the resolved config to RUN_DIR/slurm/config.yaml, where the job reads it, and creates RUN_DIR/logs."""
     for folder in (FOLDER, "logs"):
         (config.run_path / folder).mkdir(parents=True, exist_ok=True)
     (config.run_path / FOLDER / "config.yaml").write_text(dump_config(config))
@@ -61,7 +61,7 @@ def write_config(config: RunConfig) -> None:
 def hand_over_chain(config: RunConfig, script: str) -> list[str]:
     """Submits the script ``slurm.chain`` times; returns the jobs' ids.
 
-    Where Slurm takes some only, since sites limit a user's jobs, these are cancelled, and UserError is raised.
+    Sites limit a user's jobs: where Slurm accepts only some of them, these are cancelled and UserError is raised.
     """
     job_ids = [hand_over(config, script)]
     for _ in range(1, config.slurm.chain):
@@ -75,7 +75,7 @@ def hand_over_chain(config: RunConfig, script: str) -> list[str]:
 
 
 def cancelled(job_ids: Sequence[str]) -> str:
-    """Cancels jobs; returns what a remedy begins with where Slurm does not: how to do it."""
+    """Cancels jobs; returns "" or, where that fails, words that tell the user how to cancel them, for a remedy."""
     try:
         ask("scancel", *job_ids)
     except (SlurmError, OSError):
@@ -84,7 +84,10 @@ def cancelled(job_ids: Sequence[str]) -> str:
 
 
 def hand_over(config: RunConfig, script: str) -> str:
-    """Writes the script into the directory of the run or the sweep, and submits it; returns the job's id."""
+    """Writes the script into the directory of the run or the sweep and submits it; returns the job's id.
+
+    Raises UserError where sbatch refuses it.
+    """
     path = script_path(config)
     path.write_text(script)
     try:
@@ -94,18 +97,18 @@ def hand_over(config: RunConfig, script: str) -> str:
 
 
 def script_path(config: RunConfig) -> Path:
-    """Where the job's script lies."""
+    """The path that the job's script is written to."""
     return config.run_path / FOLDER / "train.sbatch"
 
 
 def submitted(config: RunConfig) -> str:
-    """Submits the script that lies there; returns the job's id. Raises SlurmError."""
+    """Submits the script at ``script_path``; returns the job's id. Raises SlurmError where sbatch refuses it."""
     given = ("--parsable", str(script_path(config)))
     return ask("sbatch", *given, environment=for_sbatch(config.slurm)).strip().partition(";")[0]
 
 
 def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:
-    """The job ids, and the commands that show and end them."""
+    """Prints the jobs' ids, and the commands that follow and cancel them."""
     slurm, run = config.slurm, shlex.quote(str(config.run_path))
     spares = f" and {slurm.spare_nodes} spare" if slurm.spare_nodes else ""
     say(f"job {', '.join(job_ids)}: {slurm.nodes} nodes{spares} x {slurm.n_tasks_per_node} processes train {run}")

@@ -30,10 +30,11 @@ from parallel.checkpoint.places import is_remote
 def submit_sweep(
     file: Path, path: Path, overrides: Sequence[str], cluster: str, *, dry_run: bool, hashes: bool, plan: bool = True
 ) -> int:
-    """Submits the runs of the sweep ``file``, or with ``dry_run`` prints the script and the list of runs.
+    """Submits the runs of the sweep ``file``, or with ``dry_run`` prints script and runs; returns the exit code.
 
-    Nothing is created or submitted where one run is wrong: raises UserError, as ``submit_run`` does. Returns the exit
-    code.
+    Raises UserError, with nothing created or submitted, where a config is wrong, or, without ``dry_run``, where a run
+    could not run. ``hashes``: read all token files and compare them with what was prepared. ``plan``: refuse runs that
+    will not fit the GPUs' memory.
     """
     sweep = load_sweep(file, path, overrides, read_profile(cluster))
     if unfit := check_names(sweep.base):
@@ -62,7 +63,10 @@ def submit_sweep(
 
 
 def check_sweep(sweep: Sweep, script: str) -> list[str]:
-    """Every reason not to submit, one line each, with the run's name where it is one run's. Changes nothing."""
+    """Every reason not to submit the sweep, one line each, with the run's name where it concerns one run.
+
+    Changes nothing. Raises UserError where the sweep's directory is damaged.
+    """
     base = sweep.base
     check_parts(base.run_path, SLURM, LOGS, writing=True)
     problems = in_runs({name: check_here(config) for name, config in sweep.runs.items()}, len(sweep.runs))
@@ -77,7 +81,7 @@ def check_sweep(sweep: Sweep, script: str) -> list[str]:
 
 
 def check_room_of_all(sweep: Sweep) -> list[str]:
-    """The disk has room for the checkpoints of all runs together, each of which has room for its own."""
+    """A line where the disk lacks room for the checkpoints of all runs together; that of each was checked before."""
     local = [config for config in sweep.runs.values() if not is_remote(config.checkpoint_location)]
     needed_gib = sum(room_needed(config)[1] for config in local if config.checkpoint.dir is None)
     free_gib = room_free_gib(sweep.base.run_path)
@@ -90,7 +94,7 @@ def check_room_of_all(sweep: Sweep) -> list[str]:
 
 
 def list_runs(sweep: Sweep) -> list[str]:
-    """A line for each task: its run directory, and what is its own."""
+    """A line for each task: its run directory and its own overrides."""
     lines = []
     for task, (name, config) in enumerate(sweep.runs.items()):
         own = " ".join(f"{key}={show(value)}" for key, value in sweep.overrides[name].items())
@@ -99,9 +103,10 @@ def list_runs(sweep: Sweep) -> list[str]:
 
 
 def submit(sweep: Sweep, script: str) -> str:
-    """Writes each run's config and the list that the tasks find theirs by, and submits; returns the array's id.
+    """Writes each run's config and the list of run directories, and submits the array; returns its job id.
 
-    Slurm writes all tasks' logs into one folder; each run's directory has a link to its own.
+    Task n trains the run of line n + 1 of the list. Slurm writes all tasks' logs into one folder; each run's own logs
+    folder gets a link to its task's log.
     """
     folder = sweep.base.run_path
     for config in sweep.runs.values():
@@ -118,7 +123,7 @@ def submit(sweep: Sweep, script: str) -> str:
 
 
 def print_how_to_follow(sweep: Sweep, job_id: str) -> None:
-    """The array's id, its runs, and the commands that show and end them."""
+    """Prints the array's id, its runs, and the commands that follow and cancel them."""
     slurm, folder, paths = sweep.base.slurm, sweep.base.run_path, [config.run_path for config in sweep.runs.values()]
     size = f"{len(paths)} runs of {slurm.nodes} nodes x {slurm.n_tasks_per_node} processes"
     say(f"job {job_id}: {size} train in {shlex.quote(str(folder))}")

@@ -43,13 +43,14 @@ class Sweep:
     base: RunConfig  # with the overrides of the command line, and none of the runs'
     runs: dict[str, RunConfig]
     overrides: dict[str, Overrides]
-    at_once: int | None  # so many at the same time, at most
+    at_once: int | None  # at most so many run at the same time; None: no limit
 
 
 def load_sweep(file: Path, path: Path, overrides: Sequence[str], profile: Mapping[str, Any]) -> Sweep:
-    """The runs that the sweep ``file`` makes of the config ``path`` with ``overrides``, each checked for its job.
+    """The sweep that ``file`` makes of the config ``path`` with ``overrides``; the config of each run is checked.
 
-    Raises UserError with every problem at once, one line each, which names the run where it is one run's.
+    ``profile`` is the cluster's `slurm:` section. Raises UserError with every problem at once, one line each, which
+    names the run where it concerns one run.
     """
     tree = read_yaml_file(file)
     problems = [f"{file}: {line}" for line in check_tree(tree)]
@@ -75,7 +76,7 @@ def load_sweep(file: Path, path: Path, overrides: Sequence[str], profile: Mappin
 
 
 def check_tree(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the file's own form."""
+    """A line for each thing that is wrong with the form of the sweep file."""
     for key in tree:
         if key not in SECTIONS:
             yield f"{key} must be one of {', '.join(SECTIONS)}; a run's keys go below grid or runs"
@@ -112,7 +113,7 @@ def _check_key(place: str, key: str) -> Iterator[str]:
 
 
 def name_runs(tree: Mapping[str, Any]) -> tuple[dict[str, Overrides], list[str]]:
-    """The runs' overrides by name, the grid's first; and what is wrong with the names."""
+    """The overrides of each run by its name, those of the grid first; and a line for each name that is not allowed."""
     grid = tree.get("grid") or {}
     every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
     every += [dict(run) for run in tree.get("runs") or []]
@@ -136,7 +137,10 @@ def name_runs(tree: Mapping[str, Any]) -> tuple[dict[str, Overrides], list[str]]
 
 
 def name_of(changes: Overrides) -> str:
-    """The keys' last words and their values; a key whose last word another one has too is written out."""
+    """A run's name made of its overrides: lr=0.001,seed=0.
+
+    Each key is shortened to its last word, unless another key ends in the same word.
+    """
     last = {key: key.rpartition(".")[2] for key in changes}
     counts = Counter(last.values())
     words = {key: word if counts[word] == 1 else key for key, word in last.items()}
@@ -145,7 +149,7 @@ def name_of(changes: Overrides) -> str:
 
 
 def in_runs(problems: Mapping[str, Sequence[str]], n_runs: int) -> list[str]:
-    """The runs' problems, each with its run in front; one that all of them have is said once."""
+    """The problems of all runs as lines that begin with the run's name; one that all runs share is listed once."""
     counts = Counter(line for lines in problems.values() for line in dict.fromkeys(lines))
     shared = [line for line, count in counts.items() if count == n_runs > 1]
     own = [f"{name}: {line}" for name, lines in problems.items() for line in lines if line not in shared]
@@ -153,7 +157,7 @@ def in_runs(problems: Mapping[str, Sequence[str]], n_runs: int) -> list[str]:
 
 
 def check_together(base: RunConfig, configs: Mapping[str, RunConfig]) -> Iterator[str]:
-    """What one run of a sweep takes from another, or from all."""
+    """A line for each conflict between the runs of a sweep: a chain of jobs, or a shared checkpoint directory."""
     if base.slurm.chain != 1:
         yield (
             f"slurm.chain={base.slurm.chain} must be 1 with --sweep: runs that Slurm may queue again go on by "

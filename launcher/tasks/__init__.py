@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness: which requests they make, what a model answers, what that comes to."""
+"""Evaluates a model on tasks of lm-evaluation-harness: loads them, answers their requests, computes their metrics."""

@@ -1,4 +1,4 @@
-"""Texts that go on until a task says that they end, by the model's own generation.
+"""Generates texts for a task's generate_until requests, each up to the first of its stop strings.
 
 Shape letters: B batch, S sequence.
 """
@@ -14,25 +14,29 @@ from launcher.sampling import sampling_rules
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
 
-MAX_NEW_TOKENS = 256  # where a task does not say, as the harness has it
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one number, first wins
+MAX_NEW_TOKENS = 256  # the default of the harness
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms; the first given wins
 NUMBERS = ("temperature", "top_k", "top_p", *LENGTHS)
 KNOWN = {"until", "do_sample", *NUMBERS}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a text goes on, and where it ends."""
+    """How to sample a text, and where to end it: after a stop string or ``max_new_tokens`` tokens."""
 
     until: tuple[str, ...]
     max_new_tokens: int
-    temperature: float  # 0: the likeliest token always
+    temperature: float  # 0: greedy
     top_k: int | None
     top_p: float | None
 
 
 def wanted_of(options: Mapping[str, Any], end_of_text: str, max_length: int, request: Any) -> Wanted:
-    """A task's generation_kwargs. Raises UserError for those that cannot be done here."""
+    """The sampling options in a task's generation_kwargs.
+
+    ``end_of_text`` is added to the stop strings; ``max_length`` is the model's longest input, in tokens. Raises
+    UserError for options that are unknown, malformed or out of range.
+    """
     told = f"task {request.task_name}: generation_kwargs"
     unknown = sorted(set(options) - KNOWN)
     if unknown:
@@ -68,7 +72,7 @@ def wanted_of(options: Mapping[str, Any], end_of_text: str, max_length: int, req
 
 
 def _number(told: str, name: str, value: Any) -> float:
-    """The number that a task gives, as text, too; whole where ``name`` counts. Raises UserError where it is none."""
+    """The value, which may be text, as a number; a whole one except for temperature and top_p. Raises UserError."""
     try:
         number = float(value)
         if name not in ("temperature", "top_p") and not number.is_integer():
@@ -88,9 +92,10 @@ def generate_all(
     advance: Callable[[int], None] = lambda n: None,
     ends: Sequence[int] | None = None,
 ) -> list[str]:
-    """The texts that follow each prompt, in order; prompts of one length that go on alike are computed together.
+    """The text generated after each prompt, in order; prompts of equal length and options are batched together.
 
-    ``advance`` is told how many more are made. ``ends`` are the tokens that end a text; None: the tokenizer's EOS.
+    ``advance`` is called with the number of texts after each batch. ``ends`` are the tokens that end a text; None: the
+    tokenizer's EOS.
     """
     alike: dict[tuple[int, Wanted], list[int]] = {}
     for number, (ids, each) in enumerate(wanted):
@@ -114,11 +119,14 @@ def generate_alike(
     seed: int,
     ends: Sequence[int] | None,
 ) -> list[str]:
-    """As ``generate_all``, of prompts of one length. Ends when each text has come to what ends it."""
+    """The text generated after each of ``prompts``, which must be of one length, as one batch.
+
+    Stops as soon as every text has a stop string.
+    """
     tokens_BS = torch.tensor(prompts, device=model.embed.weight.device)
     made: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    tail = 1 + sum(len(stop.encode()) for stop in wanted.until)  # tokens that hold any of them: one has a byte or more
+    tail = 1 + sum(len(stop.encode()) for stop in wanted.until)  # tokens to search; a token has at least one byte
     for token_B in new_tokens(
         model,
         tokens_BS,
@@ -138,12 +146,12 @@ def generate_alike(
 
 
 def has_ended(text: str, until: Sequence[str]) -> bool:
-    """Whether one of what ends a text is in it."""
+    """Whether the text contains one of the stop strings ``until``."""
     return any(stop in text for stop in until)
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """The text before the first of what ends it."""
+    """The text before the first stop string in it."""
     for stop in until:
         text = text.split(stop)[0]
     return text

@@ -1,4 +1,4 @@
-"""The harness itself: whether it is here, what it prints, and how far the templates of a task's file may reach."""
+"""Controls lm-evaluation-harness: requires that it is installed, silences it, and sandboxes tasks' templates."""
 
 import contextlib
 import importlib.util
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 
 from launcher.errors import UserError
 
-PROBE = "{{ ''.__class__.__mro__ }}"  # where a template that wants to run code begins
+PROBE = "{{ ''.__class__.__mro__ }}"  # the usual first step of a template that tries to run code
 
 
 def need_harness(key: str) -> None:
-    """Raises UserError where the harness is not installed. ``key`` is what the user asked for it by."""
+    """Raises UserError where the harness is not installed. ``key`` is the option that needs it, for the message."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError([f"{key} needs lm-evaluation-harness, which is not installed; pip install 'roundtable[eval]'"])
 
 
 def harness_version() -> str:
-    """The installed version."""
+    """The version of lm-evaluation-harness that is installed."""
     from importlib.metadata import version
 
     return version("lm-eval")
@@ -28,7 +28,7 @@ def harness_version() -> str:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """While it is entered, what the harness and its libraries print and log is dropped: bars, hints, warnings."""
+    """A context in which everything that the harness and its libraries print and log is discarded."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap: a process forked here would hold torch's threads
     lock_bars_by_threads()
     before = logging.root.manager.disable
@@ -41,7 +41,7 @@ def quietly() -> Iterator[None]:
 
 
 def lock_bars_by_threads() -> None:
-    """Gives the harness's bars a lock without a semaphore, of which multiprocessing complains after a kill."""
+    """Gives tqdm's bars a thread lock instead of a semaphore, about which multiprocessing warns after a kill."""
     from tqdm import tqdm
 
     if not hasattr(tqdm, "_lock"):  # it makes one of its own with its first bar
@@ -49,9 +49,10 @@ def lock_bars_by_threads() -> None:
 
 
 def confine_templates() -> None:
-    """Has jinja2's sandbox render tasks' templates, in this process from now on: in them, too, code can be written.
+    """Makes the harness render tasks' templates in jinja2's sandbox, in this process from now on.
 
-    Raises UserError where this version of the harness does not take it.
+    Without it, a template in a task's file could run code. Raises UserError where this version of the harness does not
+    use the sandbox.
     """
     from jinja2 import BaseLoader, StrictUndefined
     from jinja2.exceptions import SecurityError

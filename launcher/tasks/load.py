@@ -1,4 +1,4 @@
-"""From what the user names to the tasks of the harness: own files, and its own tasks, whose data the hub has."""
+"""Loads the tasks that the user names: own YAML files, and the harness's tasks, whose data is on the hub."""
 
 import difflib
 import os
@@ -16,13 +16,13 @@ from launcher.errors import UserError
 from launcher.tasks.harness import confine_templates, need_harness, quietly
 from launcher.tasks.own import is_own, read_own_task, with_documents
 
-SEED = 1234  # of the draws of examples, as the harness has it
-ASKED = "EleutherAI/lambada_openai"  # a dataset by which the hub is known to answer
+SEED = 1234  # the harness's default seed for drawing few-shot examples
+ASKED = "EleutherAI/lambada_openai"  # the dataset that is requested to see whether the hub answers
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The tasks, and the groups among what was named, by the harness's names for them."""
+    """The loaded tasks, and those named that are groups, by their names in the harness."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any]
@@ -30,10 +30,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asks for: tasks by name or by their files' paths, and how they are evaluated."""
+    """The user's request: tasks by name or by their files' paths, and how to evaluate them."""
 
     specs: tuple[str, ...]
-    key: str  # that they were given as
+    key: str  # the option or config key that names them, for messages
     shots: int | None = None  # examples before each document; None: as each task says
     limit: int | None = None  # documents of each task at most
     seed: int = SEED
@@ -41,7 +41,7 @@ class Asked:
 
 
 def check_asked(asked: Asked) -> None:
-    """What can be said without reading documents: of own tasks' files, of names, and of the hub. Raises UserError."""
+    """Checks names, own tasks' files and the hub's reachability without reading documents. Raises UserError."""
     if not asked.specs:
         raise UserError([f"{asked.key} must name a task; give names of the harness's, or paths of YAML files"])
     need_harness(asked.key)
@@ -55,7 +55,10 @@ def check_asked(asked: Asked) -> None:
 
 
 def load_tasks(asked: Asked) -> Loaded:
-    """The tasks with their documents. Raises UserError, in a line, where one cannot be had."""
+    """The tasks with their documents. Raises UserError where one cannot be loaded, or is named twice.
+
+    Unless ``asked.allows_code``, templates are sandboxed in this process from then on.
+    """
     check_asked(asked)
     if not asked.allows_code:
         with quietly():
@@ -74,7 +77,7 @@ def load_tasks(asked: Asked) -> Loaded:
 
 
 def load_own(spec: str, asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The task of a file."""
+    """The task of the user's YAML file ``spec``, by name; and no groups, unless the file may run code."""
     if asked.allows_code:
         return load_with_code(spec, asked.key)
     path = Path(spec)
@@ -91,7 +94,10 @@ def load_own(spec: str, asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def load_with_code(spec: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The task of a file that may run code, by the harness's own reader; its data files lie beside it."""
+    """The tasks and groups of a file that may run code, by the harness's own reader.
+
+    Its data files are looked for in the folder of the file. Raises UserError where it cannot be loaded.
+    """
     if not Path(spec).is_file():
         raise UserError([f"{key}={spec} is no file; give the path of a task's YAML file"])
     with harness_errors(f"{key}={spec}"):
@@ -107,7 +113,7 @@ def load_with_code(spec: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def beside(data_files: Any, folder: Path) -> Any:
-    """The names of files, relative to ``folder``."""
+    """``data_files`` (a name, a list or a map of them) with each name made a path below ``folder``; URLs stay."""
     if isinstance(data_files, Mapping):
         return {split: beside(names, folder) for split, names in data_files.items()}
     if isinstance(data_files, str):
@@ -117,23 +123,24 @@ def beside(data_files: Any, folder: Path) -> Any:
 
 @cache
 def harness_tasks() -> Any:
-    """The harness's index of its own tasks, which takes it half a minute to make."""
+    """The harness's index of its own tasks, which takes half a minute to build."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def load_named(spec: str, asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A task or a group of the harness's."""
+    """The tasks and the groups that the harness has under this name. Raises UserError where loading fails."""
     with harness_errors(f"{asked.key}={spec}"):
         found = harness_tasks().load([spec])
     return dict(found["tasks"]), dict(found.get("groups", {}))
 
 
 def check_named(names: Sequence[str], key: str) -> None:
-    """Refuses names that the harness does not have, and any while the hub, which has the data, does not answer.
+    """Raises UserError for names that the harness does not have, and where the hub, which has the data, is down.
 
-    The harness itself takes half a minute to say the one, and tries for most of a minute before it says the other.
+    Checked here because the harness takes half a minute to report an unknown name, and most of a minute to give up on
+    the hub.
     """
     known = set(names_in_harness())
     for name in names:
@@ -158,7 +165,10 @@ def names_in_harness() -> Iterator[str]:
 
 
 def check_hub(dataset: str, told: str) -> None:
-    """Raises UserError where the hub does not answer; where it is not to be asked, the cache has what there is."""
+    """Raises UserError where the hub does not answer; does nothing with HF_HUB_OFFLINE, where the cache is used.
+
+    ``told`` begins the message.
+    """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return
     unreachable = why_unreachable(dataset, "dataset")
@@ -171,7 +181,7 @@ def check_hub(dataset: str, told: str) -> None:
 
 
 def set_shots(task: Any, name: str, asked: Asked) -> None:
-    """Examples before each document, and what they are drawn from."""
+    """Sets the task's number of few-shot examples and their seed. Raises UserError where it has too few examples."""
     if asked.shots is not None:
         task.set_config(key="num_fewshot", value=asked.shots)
     elif task.get_config("num_fewshot") is None:
@@ -188,12 +198,12 @@ def set_shots(task: Any, name: str, asked: Asked) -> None:
 
 @contextmanager
 def harness_errors(told: str) -> Iterator[None]:
-    """Turns what the harness raises within it into a UserError of one line, and drops what it prints."""
+    """A context that discards the harness's output and turns its exceptions into a UserError of one line."""
     try:
         with quietly():
             yield
     except UserError:
         raise
-    except Exception as error:  # of the harness and its libraries, which raise anything
+    except Exception as error:  # the harness and its libraries raise exceptions of any type
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise UserError([f"{told} cannot be used by lm-evaluation-harness ({reason}); mend it"]) from error

@@ -1,4 +1,4 @@
-"""A Roundtable model as the harness sees models. Imports the harness, so it is imported where that is needed alone."""
+"""A Roundtable model behind the harness's model interface. Imports the harness, so import it only where needed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ Generate = Callable[[Sequence[tuple[list[int], Wanted]]], list[str]]
 
 
 class RoundtableLM(TemplateLM):
-    """What the harness asks of a model, answered by ``score`` and ``generate``: how tokens are made of a request.
+    """The harness's model interface: tokenizes its requests, and answers them by ``score`` and ``generate``.
 
-    Text is tokenized as the harness's own class for transformers' models does it: with the special tokens that the
-    tokenizer sets, a context's spaces at its end moved to the continuation, and the two tokenized together. Where a
-    context is empty, BOS stands for it, or EOS where there is no BOS. ``begin`` is the BOS of data.add_bos: it stands
-    before every context, whatever the tokenizer sets. ``max_length`` is the longest input: of longer ones the first
-    tokens are left out, and ``n_cut`` counts them.
+    Text is tokenized as in the harness's own class for transformers' models: with the tokenizer's special tokens, with
+    spaces at a context's end moved to the continuation, and with the two tokenized together. An empty context is
+    replaced by BOS, or EOS where there is no BOS. ``begin`` is the BOS of data.add_bos, which is put before every
+    context whatever the tokenizer does. ``max_length`` is the longest input in tokens: longer ones lose their first
+    tokens, and ``n_cut`` counts such requests.
     """
 
     def __init__(
@@ -48,11 +48,14 @@ class RoundtableLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for caches of requests, which are not used here."""
+        """The name that the harness would use for caches of requests, which Roundtable does not use."""
         return "roundtable"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The text's tokens. Special ones are added unless told otherwise, or the text begins with BOS already."""
+        """The text's tokens. Special tokens are added unless ``add_special_tokens`` says not to.
+
+        With None they are added, unless the text already begins with BOS; then ``begin`` is put first, too.
+        """
         ids = self._encode(string, add_special_tokens)
         return after_bos(ids, self.begin) if add_special_tokens is None else ids
 
@@ -63,7 +66,10 @@ class RoundtableLM(TemplateLM):
             return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
 
     def windows_of(self, request: Instance) -> list[Window]:
-        """What is scored to answer a request. Raises UserError where nothing is, or a continuation is too long."""
+        """The windows to score for a request: one, or several for a long text in loglikelihood_rolling.
+
+        Raises UserError where there is nothing to score, or a continuation is longer than ``max_length``.
+        """
         if request.request_type == "loglikelihood_rolling":
             (text,) = request.arguments
             tokens = self._encode(text)  # the first one is predicted after BOS anyhow
@@ -77,7 +83,7 @@ class RoundtableLM(TemplateLM):
             context_ids, continuation_ids = [*before, *tokens][:1], [*before, *tokens][1:]
         else:
             context_ids, continuation_ids = self._encode_pair(context, continuation)
-            context_ids = context_ids or [self.prefix_token_id]  # of spaces alone, which the continuation has now
+            context_ids = context_ids or [self.prefix_token_id]  # a context of spaces, all moved to the continuation
         if not continuation_ids:
             raise unanswerable(request, "has an empty continuation, so nothing is predicted", "leave it out")
         n_tokens = len(continuation_ids)
@@ -88,13 +94,13 @@ class RoundtableLM(TemplateLM):
         return [window_of(context_ids, continuation_ids, self.max_length)]
 
     def answered(self, requests: Sequence[Instance]) -> list[list[Answer]]:
-        """Each request's answers, window by window."""
+        """The answers of each request, one for each of its windows, in order."""
         windows = [self.windows_of(request) for request in requests]
         found = iter(self.score([window for own in windows for window in own]))
         return [[next(found) for _ in own] for own in windows]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The continuations' log-likelihoods, in nats, and whether each is what greedy decoding gives."""
+        """Each continuation's log-likelihood in nats, and whether greedy decoding would give it."""
         return [(answer.loglikelihood, answer.is_greedy) for (answer,) in self.answered(requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -102,7 +108,7 @@ class RoundtableLM(TemplateLM):
         return [sum(answer.loglikelihood for answer in own) for own in self.answered(requests)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows the contexts, up to a text that ends it, greedily unless the task says otherwise."""
+        """The texts generated after the contexts, up to a stop string, greedily unless the task says otherwise."""
         assert self.generate is not None, "generation is refused where there is no way to generate"
         wanted = []
         for request in requests:
@@ -117,13 +123,13 @@ class RoundtableLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """What ``TemplateLM`` asks of its kinds: tokens instead of requests."""
+        """Log-likelihoods of requests that are tokenized already, a method that ``TemplateLM`` requires."""
         windows = [window_of(context, continuation, self.max_length) for _, context, continuation in requests]
         return [(answer.loglikelihood, answer.is_greedy) for answer in self.score(windows)]
 
 
 def answer_of(request: Instance, own: Sequence[Answer]) -> Any:
-    """What the harness is told for a request, of its windows' answers."""
+    """The harness's answer to a request from its windows' answers: a sum in nats, or (nats, is greedy)."""
     if request.request_type == "loglikelihood_rolling":
         return sum(answer.loglikelihood for answer in own)
     (answer,) = own
@@ -131,5 +137,5 @@ def answer_of(request: Instance, own: Sequence[Answer]) -> Any:
 
 
 def unanswerable(request: Instance, rule: str, remedy: str) -> UserError:
-    """The error of a request that no model can answer."""
+    """The UserError for a request that no model can answer, naming its task and document."""
     return UserError([f"task {request.task_name}: document {request.doc_id} {rule}; {remedy}"])

@@ -1,7 +1,7 @@
-"""A task of the user's own: a YAML file as the harness has them, and what of it is refused because it is code.
+"""Reads a task of the user's own, a YAML file in the harness's format, and refuses everything in it that is code.
 
-The file is read here, by a parser that knows no ``!function``, and the harness is given plain values alone; what it
-would not merely read but run (a metric's script, a prompt's module, a pickle) is refused by name.
+The file is parsed here, without the tag ``!function``, and the harness is given plain values only. Whatever it would
+execute rather than read (a metric's script, a prompt's module, a pickle) is refused by name.
 """
 
 from collections.abc import Mapping
@@ -29,20 +29,20 @@ FILTERS |= {"majority_vote", "lowercase", "uppercase", "map", "format_span"}
 
 
 def is_own(spec: str) -> bool:
-    """Whether a task is named by the path of its file; else by its name in the harness."""
+    """Whether ``spec`` is the path of a task's YAML file, rather than a task's name in the harness."""
     return spec.endswith((".yaml", ".yml"))
 
 
 def read_own_task(path: Path, key: str) -> dict[str, Any]:
-    """The file's task, its includes filled in: plain values. Raises UserError, one line for each problem.
+    """The task in the file as plain values, with its includes merged. Raises UserError with a line for each problem.
 
-    ``key`` is what the user gave the file as.
+    ``key`` is the option or config key that names the file, for messages.
     """
     return checked(read_with_includes(path, key, ()), path, key)
 
 
 def read_with_includes(path: Path, key: str, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping in the file, over those of the files that it includes."""
+    """The mapping in the file, merged over those of the files that it includes. ``seen``: files including this one."""
     if not path.is_file():
         told = f", which {seen[-1]} includes," if seen else ""
         raise UserError([f"{key}={path}{told} is no file; give the path of a task's YAML file"])
@@ -61,7 +61,7 @@ def read_with_includes(path: Path, key: str, seen: tuple[Path, ...]) -> dict[str
 
 
 def checked(task: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
-    """The task, if the harness will run nothing of it."""
+    """The task itself. Raises UserError where it is malformed or the harness would execute a part of it."""
     problems = [f"{key}={path}: {with_remedy(line, key)}" for line in problems_of(task)]
     if problems:
         raise UserError(problems)
@@ -69,12 +69,12 @@ def checked(task: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
 
 
 def with_remedy(line: str, key: str) -> str:
-    """The line as it is for a task that a command line names; a config has no option that allows code."""
+    """The line with a remedy that fits ``key``: --allow-task-code exists on the command line, but not in a config."""
     return line if key == "--tasks" else line.replace(CODE, EVAL)
 
 
 def problems_of(task: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a task, in lines without the file's name."""
+    """A line for each problem of a task, without the file's name."""
     problems = [
         f"{name!r} is not a key that is plain data; leave it out, or {CODE}" for name in sorted({*task} - PLAIN)
     ]
@@ -104,7 +104,7 @@ WORDS = {str: "text", dict: "a map of keys", list: "a list", int: "a whole numbe
 
 
 def metric_problems(task: Mapping[str, Any]) -> list[str]:
-    """Metrics that are not the harness's own: others are scripts, which it would fetch and run."""
+    """A line for each metric or aggregation that the harness does not have; other metrics are scripts it would run."""
     from lm_eval.api import metrics  # noqa: F401  (importing it registers them)
     from lm_eval.api.registry import aggregation_registry, metric_registry
 
@@ -122,7 +122,7 @@ def metric_problems(task: Mapping[str, Any]) -> list[str]:
 
 
 def filter_problems(task: Mapping[str, Any]) -> list[str]:
-    """Filters that take code, or do not exist."""
+    """A line for each filter that takes code or does not exist."""
     problems = []
     for entry in task.get("filter_list") or []:
         steps = entry.get("filter") if isinstance(entry, dict) else None
@@ -139,7 +139,7 @@ def filter_problems(task: Mapping[str, Any]) -> list[str]:
 
 
 def fewshot_problems(task: Mapping[str, Any]) -> list[str]:
-    """Of fewshot_config: keys that take code, or do not exist."""
+    """A line for each key of fewshot_config that takes code or does not exist."""
     config = task.get("fewshot_config") or {}
     problems = [
         f"fewshot_config.{name} is not plain data; leave it out, or {CODE}" for name in sorted({*config} - FEWSHOT)
@@ -155,7 +155,7 @@ def with_documents(task: dict[str, Any], path: Path, key: str) -> dict[str, Any]
     Raises UserError where a file is missing or broken.
     """
     if task["dataset_path"] not in FORMATS:
-        if Path(task["dataset_path"]).exists():  # which `datasets` would take rather than the hub's
+        if Path(task["dataset_path"]).exists():  # `datasets` would load this path instead of the hub's dataset
             rule = f"dataset_path={task['dataset_path']} is here, and only {', '.join(FORMATS)} are read from files"
             raise UserError([f"{key}={path}: {rule}; name the files in dataset_kwargs.data_files"])
         return task

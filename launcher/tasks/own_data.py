@@ -1,4 +1,4 @@
-"""The documents of a user's own task: files beside its YAML file, read without a cache and without a network."""
+"""Reads the documents of a user's own task from files beside its YAML file, without cache or network."""
 
 import csv
 import json
@@ -15,7 +15,11 @@ OPTIONS = {"data_files", "field"}
 
 
 def read_splits(task: Mapping[str, Any], path: Path, key: str) -> Any:
-    """The splits that ``dataset_kwargs.data_files`` names, as a ``datasets.DatasetDict``."""
+    """The splits that ``dataset_kwargs.data_files`` names, as a ``datasets.DatasetDict``.
+
+    ``path`` is the task's file and ``key`` the option that names it. Raises UserError where a file is missing or
+    broken, or a split has no document.
+    """
     from datasets import Dataset, DatasetDict
 
     told, options = f"{key}={path}: dataset_kwargs", task.get("dataset_kwargs") or {}
@@ -30,14 +34,14 @@ def read_splits(task: Mapping[str, Any], path: Path, key: str) -> Any:
             raise UserError([f"{told}.data_files: {split} has no document; give a file with some"])
         try:
             splits[split] = Dataset.from_list(records)
-        except Exception as error:  # of pyarrow, for fields that hold text here and a number there
+        except Exception as error:  # pyarrow raises where a field is text in one document and a number in another
             rule = f"{split}'s documents must have fields of one type each ({reason_of(error)})"
             raise UserError([f"{told}.data_files: {rule}"]) from None
     return DatasetDict(splits)
 
 
 def named_files(data_files: Any, told: str) -> dict[str, list[str]]:
-    """Each split's files, as the task names them; those without a split's name are ``train``."""
+    """The file names or globs of each split; without splits they all belong to ``train``. Raises UserError."""
     splits = data_files if isinstance(data_files, dict) else {"train": data_files}
     found = {split: [names] if isinstance(names, str) else names for split, names in splits.items()}
     for names in found.values():
@@ -47,7 +51,7 @@ def named_files(data_files: Any, told: str) -> dict[str, list[str]]:
 
 
 def files_of(pattern: str, folder: Path, told: str) -> list[str]:
-    """The files that a name or a glob means, relative to ``folder``."""
+    """The files that a name or a glob below ``folder`` matches. Raises UserError where there is none."""
     if "://" in pattern:
         raise UserError([f"{told}={pattern} must be a file on this machine; fetch it, and name the copy"])
     try:
@@ -60,7 +64,7 @@ def files_of(pattern: str, folder: Path, told: str) -> list[str]:
 
 
 def read_records(file: str, kind: str, options: Mapping[str, Any], told: str) -> list[dict[str, Any]]:
-    """A file's documents. Raises UserError where it cannot be read."""
+    """The documents of a file of the format ``kind``. Raises UserError where it cannot be read as such."""
     try:
         match kind:
             case "json":
@@ -76,18 +80,21 @@ def read_records(file: str, kind: str, options: Mapping[str, Any], told: str) ->
                 import pyarrow.parquet
 
                 return pyarrow.parquet.read_table(file).to_pylist()
-    except Exception as error:  # of several libraries, as the file has it
+    except Exception as error:  # the readers of the formats raise exceptions of several libraries
         raise UserError([f"{told}.data_files: {file} cannot be read as {kind} ({reason_of(error)}); mend it"]) from None
 
 
 def json_records(text: str, field: str | None) -> list[dict[str, Any]]:
-    """One document a line, or all of them as one list, which may lie in a ``field``. Raises ValueError for others."""
+    """The documents in a JSON text: one object a line, or one list of objects, which may be in the key ``field``.
+
+    Raises ValueError for anything else.
+    """
     if field is not None or text.lstrip()[:1] == "[":
         whole = json.loads(text)
         records = whole[field] if field is not None else whole
     else:
         records = []
-        for number, line in enumerate(text.split("\n"), 1):  # a text may hold what else ends a line
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines() could also split within a string
             if line.strip():
                 try:
                     records.append(json.loads(line))

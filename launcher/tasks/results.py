@@ -1,4 +1,4 @@
-"""Requests of loaded tasks, and what their answers come to, by the harness's own metrics."""
+"""Builds the requests of loaded tasks, and computes the harness's own metrics from their answers."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ BOOTSTRAPS = 1000  # resamples of a standard error for which there is no formula
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of all tasks, in an order that the tasks and their documents fix."""
+    """The requests of all tasks, in an order determined by the tasks and their documents alone."""
 
     loaded: Loaded
     asked: Asked
@@ -26,12 +26,15 @@ class Requests:
 
     @property
     def kinds(self) -> list[str]:
-        """The request types that there are."""
+        """The request types that occur among the requests, each once."""
         return list(dict.fromkeys(each.request_type for own in self.instances.values() for each in own))
 
 
 def build_requests(loaded: Loaded, asked: Asked) -> Requests:
-    """The tasks' requests: prompts with their examples, as text. Raises UserError where a task cannot make them."""
+    """The requests of all tasks: prompts with their few-shot examples, as text.
+
+    Raises UserError where a task needs other input than text, runs what the model writes, or fails to build requests.
+    """
     instances = {}
     for name, task in loaded.tasks.items():
         if getattr(task, "MULTIMODAL", False):
@@ -45,9 +48,10 @@ def build_requests(loaded: Loaded, asked: Asked) -> Requests:
 
 
 def results_of(requests: Requests, answers: Mapping[int, Any], *, with_errors: bool = True) -> dict[str, Any]:
-    """What the answers come to, as JSON has it: for each task and group its documents, shots and metrics.
+    """The results as a tree for JSON: for each task and group the number of documents, shots and metrics.
 
-    ``answers`` has one for each Instance, by its id(). ``with_errors``: standard errors too, which may take long.
+    ``answers`` holds the answer to each Instance, by its id(). ``with_errors``: also compute standard errors, which may
+    take long.
     """
     raw: dict[str, dict[str, Any]] = {}
     tasks: dict[str, Any] = {}
@@ -56,7 +60,7 @@ def results_of(requests: Requests, answers: Mapping[int, Any], *, with_errors: b
             values = values_of(task, requests.instances[name], answers)
             raw[name] = aggregated(task, values, with_errors=with_errors)
         tasks[name] = {
-            "version": None if task.VERSION == "Yaml" else task.VERSION,  # which stands for none
+            "version": None if task.VERSION == "Yaml" else task.VERSION,  # "Yaml" means that the task has no version
             "shots": task.get_config("num_fewshot"),
             "documents": raw[name]["sample_len"],
             "metrics": metrics_of(raw[name], task.higher_is_better()),
@@ -72,7 +76,7 @@ def results_of(requests: Requests, answers: Mapping[int, Any], *, with_errors: b
 
 
 def values_of(task: Any, instances: Sequence[Any], answers: Mapping[int, Any]) -> dict[tuple[str, str], list[Any]]:
-    """Each metric's value of each document, by the metric and the filter that the answers went through."""
+    """(metric, filter) -> the metric's value for each document, computed from the filtered answers."""
     by_document: dict[int, list[Any]] = defaultdict(list)
     for instance in instances:
         instance.resps = [answers[id(instance)]] * (instance.repeats or 1)
@@ -90,7 +94,7 @@ def values_of(task: Any, instances: Sequence[Any], answers: Mapping[int, Any]) -
 
 
 def aggregated(task: Any, values: Mapping[tuple[str, str], Sequence[Any]], *, with_errors: bool) -> dict[str, Any]:
-    """The metrics over all documents under the harness's keys, with which its groups reckon."""
+    """The metrics over all documents, and their standard errors, under the keys that the harness's groups expect."""
     from lm_eval.api.metrics import mean, stderr_for_metric
 
     found: dict[str, Any] = {"sample_len": max(map(len, values.values()), default=0)}
@@ -103,7 +107,7 @@ def aggregated(task: Any, values: Mapping[tuple[str, str], Sequence[Any]], *, wi
 
 
 def metrics_of(raw: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Any]:
-    """Metric -> its value and standard error (null: there is none); with a filter, METRIC/FILTER."""
+    """Metric (METRIC/FILTER where there is a filter) -> its value and standard error; None where there is none."""
     found = {}
     for key, value in raw.items():
         metric, comma, name = key.partition(",")
@@ -118,7 +122,7 @@ def metrics_of(raw: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> 
 
 
 def plain(value: Any) -> float | None:
-    """A number of numpy's or Python's as a float; None for what is none."""
+    """The value as a float; None where it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The log-likelihood of scored tokens under the weights as they lie on the ranks, by an evaluation's own passes.
+"""Computes the log-likelihood of scored tokens under the sharded model, by the forward passes of an evaluation.
 
 Shape letters: R rows, S sequence, B micro-batch, T tokens, V this rank's part of the vocabulary, N scored targets.
 """
@@ -20,34 +20,37 @@ from parallel.batch import MicroBatch, cut_micro_batch
 from parallel.context_parallel.part import held_positions
 from parallel.mesh import Mesh
 
-AT_ONCE = 64  # micro-batches that are read before they are run: a pipeline is filled once for so many
+AT_ONCE = 64  # micro-batches in one call of ``run``, so that a pipeline is filled once for so many
 
 Run = Callable[[list[MicroBatch]], Iterable[Output]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model makes of a window's scored tokens."""
+    """The model's answer for the scored tokens of one window."""
 
     loglikelihood: float  # the sum of their log-probabilities, in nats
-    is_greedy: bool  # each of them is the likeliest token in its place
+    is_greedy: bool  # each of them is the likeliest token at its position
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's scored targets."""
+    """The scored targets of one pass on one rank: losses, and the likeliest token of its part of the vocabulary."""
 
     index_N: np.ndarray  # int64: row x seq_len + column
     loss_N: np.ndarray  # fp32
     most_N: np.ndarray  # fp32: the largest logit of this rank's part of the vocabulary
-    best_N: np.ndarray  # int64: its token
+    best_N: np.ndarray  # int64: the token of that logit
 
 
 class HeadWatch:
-    """Notes, of each pass of the head, every target's loss and the likeliest token. Changes no number."""
+    """While entered, records every scored target's loss and likeliest token in each pass of the head.
+
+    Recording changes no number of the pass.
+    """
 
     def __init__(self, head: Head | None, tp_rank: int) -> None:
-        """``head`` is None where this rank has none; ``tp_rank`` tells the part of the vocabulary that it has."""
+        """``head`` is None where this rank has none; ``tp_rank`` determines which part of the vocabulary it has."""
         self.head, self.tp_rank = head, tp_rank
         self.passes: list[list[tuple[Tensor, Tensor, Tensor]]] = []
 
@@ -61,7 +64,7 @@ class HeadWatch:
             self.head.watch = None
 
     def watch(self, losses: Losses) -> Losses:
-        """``modeling.loss.Head.watch``."""
+        """The hook ``modeling.loss.Head.watch``: wraps the loss function so that each chunk is recorded."""
         chunks: list[tuple[Tensor, Tensor, Tensor]] = []
         self.passes.append(chunks)
 
@@ -82,10 +85,10 @@ class HeadWatch:
 def score(
     run: Run, head: Head | None, windows: Sequence[Window], rows: Rows, micro_batch_size: int, mesh: Mesh
 ) -> list[Answer] | None:
-    """The windows' answers, in their order, on rank 0; None elsewhere. All ranks call it with the same rows.
+    """The answer to each window, in order, on rank 0; None elsewhere. All ranks call it with the same rows.
 
-    ``run`` makes the forward passes, as for a held-out loss. Every rank makes as many, of one shape, since others wait
-    for its part: what a rank lacks is filled with a row whose targets do not count.
+    ``run`` executes forward passes, as for a held-out loss. Every rank executes the same number of passes of the same
+    shape, since the passes communicate; micro-batches are filled up with rows whose targets do not count.
     """
     found = []
     for numbers in in_turns(len(rows.tokens_RS), micro_batch_size, mesh):
@@ -101,7 +104,10 @@ def score(
 
 
 def in_turns(n_rows: int, micro_batch_size: int, mesh: Mesh) -> Iterator[list[np.ndarray]]:
-    """The rows of each of this rank's micro-batches, AT_ONCE at a time; as many, perhaps empty, on every rank."""
+    """The row numbers of this rank's micro-batches, AT_ONCE micro-batches at a time.
+
+    Every rank gets the same number of micro-batches; some may be empty.
+    """
     starts = range(0, n_rows, micro_batch_size * mesh.dp.degree)
     own = [np.arange(n_rows)[start + mesh.dp.rank * micro_batch_size :][:micro_batch_size] for start in starts]
     for first in range(0, len(own), AT_ONCE):
@@ -109,7 +115,7 @@ def in_turns(n_rows: int, micro_batch_size: int, mesh: Mesh) -> Iterator[list[np
 
 
 def micro_batch(rows: Rows, own: np.ndarray, micro_batch_size: int, mesh: Mesh) -> MicroBatch:
-    """This rank's share of the rows, on its device."""
+    """The rows ``own``, filled up to ``micro_batch_size``, as this rank's micro-batch on its device."""
     filled = np.concatenate([own, np.zeros(micro_batch_size - len(own), np.int64)])
     targets_BS = rows.targets_RS[filled]
     targets_BS[len(own) :] = IGNORED
@@ -120,7 +126,7 @@ def micro_batch(rows: Rows, own: np.ndarray, micro_batch_size: int, mesh: Mesh) 
 
 
 def seen(rows: Rows, own: np.ndarray, chunks: list[tuple[Tensor, Tensor, Tensor]], mesh: Mesh) -> Seen:
-    """Where in the rows the scored targets of one pass lie, which a rank of cp holds some positions of."""
+    """The scored targets of one pass with their positions in the rows; a cp rank has those of its positions."""
     seq_len, cp = rows.tokens_RS.shape[1], mesh.cp
     held_S = held_positions(seq_len, cp.rank, cp.degree).numpy() if cp.degree > 1 else np.arange(seq_len)
     index_BS = own[:, None] * seq_len + held_S
@@ -130,7 +136,7 @@ def seen(rows: Rows, own: np.ndarray, chunks: list[tuple[Tensor, Tensor, Tensor]
 
 
 def gathered(found: list[Seen], mesh: Mesh) -> list[Seen] | None:
-    """All ranks' targets on rank 0, rank after rank; None elsewhere. All ranks call it."""
+    """The scored targets of all ranks, rank after rank, on rank 0; None elsewhere. All ranks call it (a gather)."""
     if mesh.control is None:
         return found
     everyone: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
@@ -139,7 +145,7 @@ def gathered(found: list[Seen], mesh: Mesh) -> list[Seen] | None:
 
 
 def answers(windows: Sequence[Window], rows: Rows, everyone: Sequence[Seen]) -> list[Answer]:
-    """Each window's sum, in fp64 and in the tokens' order, so that it does not depend on who held what."""
+    """The answer to each window; losses are summed in fp64 in token order, whichever ranks computed them."""
     loss_RS, best_RS = put_together(rows, everyone)
     found = []
     for window, (row, column) in zip(windows, rows.places, strict=True):
@@ -150,10 +156,10 @@ def answers(windows: Sequence[Window], rows: Rows, everyone: Sequence[Seen]) -> 
 
 
 def put_together(rows: Rows, everyone: Sequence[Seen]) -> tuple[np.ndarray, np.ndarray]:
-    """(loss_RS, best_RS): each scored target's loss (fp32; NaN elsewhere), and the likeliest token in its place (-1).
+    """(loss_RS, best_RS): each scored target's loss (fp32; elsewhere NaN) and likeliest token (elsewhere -1).
 
-    The ranks of tp tell one loss, and each the likeliest token of its part of the vocabulary: of equal logits the first
-    token counts. Raises RuntimeError where no rank has told of a scored target.
+    All tp ranks have the same loss, and each the likeliest token of its part of the vocabulary; the largest logit wins,
+    and of equal ones the first token. Raises RuntimeError where no rank has a scored target.
     """
     n = rows.targets_RS.size
     loss_N, most_N, best_N = np.full(n, np.nan, np.float32), np.full(n, -np.inf, np.float32), np.full(n, -1, np.int64)

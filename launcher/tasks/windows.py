@@ -1,4 +1,4 @@
-"""What is scored: some tokens, the last ones of which are predicted; and rows of one length that hold them.
+"""Windows of tokens whose last ones are scored, and rows of one length that hold several windows.
 
 Shape letters: R rows, S sequence.
 """
@@ -14,21 +14,21 @@ from data.packing import best_fit
 
 @dataclass(frozen=True)
 class Window:
-    """One pass's tokens. All but the last enter the model, all but the first are predicted, and the last are scored."""
+    """Tokens of one forward pass: all but the last are the input, and the last ``n_scored`` are scored as targets."""
 
     tokens: tuple[int, ...]
     n_scored: int
 
     @property
     def n_inputs(self) -> int:
-        """Tokens that enter the model."""
+        """The number of tokens that enter the model."""
         return len(self.tokens) - 1
 
 
 def window_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Window:
-    """The continuation after its context, of which the first tokens are left out where both are too long.
+    """The window that scores a continuation after its context; the context loses its first tokens if both are too long.
 
-    At least one token of the context is there, and the continuation has 1 to ``max_length`` tokens.
+    The context must have at least one token, and the continuation 1 to ``max_length``.
     """
     assert context and 1 <= len(continuation) <= max_length
     tokens = [*context, *continuation]
@@ -36,10 +36,10 @@ def window_of(context: Sequence[int], continuation: Sequence[int], max_length: i
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, max_length: int) -> Iterator[Window]:
-    """All of a text's tokens, each predicted once after as many as there is room for; the first one after ``prefix``.
+    """Windows that together score each token of a text once; the first token is predicted after ``prefix``.
 
-    As the harness cuts texts: in pieces of ``max_length`` tokens, each after the last token of the piece before it; the
-    last piece is shorter, and has as much of the text before it as there is room for.
+    The text is cut as the harness does it: in pieces of ``max_length`` tokens, each preceded by the last token of the
+    piece before it. The last piece may be shorter; it is preceded by as many earlier tokens as there is room for.
     """
     for start in range(0, len(tokens), max_length):
         stop = min(start + max_length, len(tokens))
@@ -49,12 +49,12 @@ def rolling_windows(tokens: Sequence[int], prefix: int, max_length: int) -> Iter
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows in rows of one length, each a document of its own: nothing is attended to across them.
+    """Windows laid out in rows of one length; each is a document of its own, so attention does not cross windows.
 
-    Targets that are not scored are ``IGNORED``. ``places`` has, for each window, its row and its first scored column.
+    Targets that are not scored are ``IGNORED``. ``places`` holds each window's row and first scored column.
     """
 
-    tokens_RS: np.ndarray  # int64, as the others
+    tokens_RS: np.ndarray  # all four arrays are int64
     targets_RS: np.ndarray
     positions_RS: np.ndarray
     documents_RS: np.ndarray
@@ -67,13 +67,13 @@ class Rows:
 
 
 def packed_rows(windows: Sequence[Window], seq_len: int) -> Rows:
-    """The windows in as few rows of ``seq_len`` tokens as best-fit decreasing finds. A function of its arguments."""
+    """The windows packed into rows of ``seq_len`` tokens by best-fit decreasing; deterministic."""
     row_of_window = best_fit(np.array([window.n_inputs for window in windows], np.int64), seq_len)
     return _laid_out(windows, row_of_window, seq_len)
 
 
 def padded_rows(windows: Sequence[Window]) -> Rows:
-    """A row for each window, each as long as the longest."""
+    """One row for each window, padded to the length of the longest."""
     return _laid_out(windows, np.arange(len(windows)), max(window.n_inputs for window in windows))
 
 

@@ -1,1 +1,1 @@
-"""What a step is made of: operations by part of the model, what each asks of a device, and the least time for it."""
+"""Records the operations of a step by part of the model, with each one's cost and the least time it can take."""

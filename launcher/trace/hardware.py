@@ -1,4 +1,4 @@
-"""What GPUs are stated to do: configs/hardware/NAME.yaml, with sources, and the shares of it that kernels reach."""
+"""Reads GPUs' published peak rates, and the fractions that kernels reach, from configs/hardware/NAME.yaml."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FAMILIES = ("ampere", "hopper", "blackwell", "cdna")
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the stated peaks, from 0 to 1."""
+    """Fractions of the stated peaks that kernels reach, from 0 to 1."""
 
     products: float
     grouped_products: float
@@ -32,7 +32,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One GPU as it is stated."""
+    """One GPU with its stated peak rates and the efficiency that kernels reach."""
 
     name: str
     torch_name: str
@@ -43,24 +43,24 @@ class Hardware:
     network_bytes_per_second: float
     launch_seconds: float
     efficiency: Efficiency
-    # What closed forms read beside (launcher.closed_form.gpus); a file may leave it out.
+    # Fields that only closed forms read (launcher.closed_form.gpus); a file may leave them out.
     family: str = "hopper"
     multiprocessors: float = 132.0
-    flops_of_exponential: float = 256.0  # of products in bf16 at the peak, in the time of an exponential
+    flops_of_exponential: float = 256.0  # bf16 FLOPs of products at the peak rate in the time of one exponential
     watts: float | None = None  # of the board
     host_bytes_per_second: float | None = None  # between its memory and the host's, one way
     nvlink_gpus: float = 8.0  # GPUs that the fast links join
-    also: tuple[str, ...] = ()  # other names of it in published tables
+    also: tuple[str, ...] = ()  # other names of this GPU in published tables
     low_precision_flops: Mapping[str, float] = field(default_factory=dict)  # fp8, fp4 -> FLOP/s
 
     def check_fp8(self, precision: Precision) -> None:
-        """Raises UserError where products of 8 bits are to be planned and have no rate here."""
+        """Raises UserError where ``precision`` is fp8 and this GPU's file has no rate for it."""
         if precision == "fp8" and "fp8" not in self.low_precision_flops:
             rule = f"has no rate on {self.name}, whose file names none in low_precision_flops"
             raise UserError([f"train.precision=fp8 {rule}; plan for an H100, or try train.precision=bf16"])
 
     def rates(self, wires: Mapping[str, bool]) -> Rates:
-        """The rates that kernels reach. ``wires``: part -> whether its ranks are GPUs of one node."""
+        """The rates that kernels reach: peak times efficiency. ``wires``: part -> whether its ranks share one node."""
         reached = self.efficiency
         links = {True: self.node_bytes_per_second, False: self.network_bytes_per_second}
 
@@ -88,21 +88,24 @@ def must(one: Field[Any]) -> bool:
 
 
 def known_hardware() -> list[str]:
-    """The names of the GPUs that there are files of."""
+    """The names of the GPUs that have a file in configs/hardware, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def hardware_called(name: str) -> Hardware | None:
-    """The GPU of a name as Slurm or a table has it, in any case: its file's, or one of those in ``also``."""
+    """The GPU that Slurm or a table calls ``name``, in upper or lower case; None where no file has the name.
+
+    Both the files' names and the names in ``also`` count.
+    """
     wanted = name.lower().replace("_", "-")
     found = (read_hardware(each) for each in known_hardware())
     return next((each for each in found if wanted in {one.lower() for one in (each.name, *each.also)}), None)
 
 
 def read_hardware(name: str, option: str = "--as") -> Hardware:
-    """A GPU by its name, in any case, or by the path of a YAML file. Raises UserError where it is unknown or wrong.
+    """The GPU of that name, in upper or lower case, or of the YAML file at that path.
 
-    ``option``: where the name was given, for messages.
+    ``option``: where the name was given, for messages. Raises UserError where the GPU is unknown or its file is wrong.
     """
     is_path = name.endswith((".yaml", ".yml"))
     known = {each.lower(): each for each in known_hardware()}
@@ -117,7 +120,7 @@ def read_hardware(name: str, option: str = "--as") -> Hardware:
 
 
 def checked(name: str, tree: Any, given: str) -> Hardware:
-    """The GPU of a file's keys. Raises UserError with a line for each key that is missing, unknown or no number."""
+    """The GPU described by a file's keys. Raises UserError with a line for each missing, unknown or invalid key."""
     tree = dict(tree) if isinstance(tree, Mapping) else {}
     shares = tree.get("efficiency") if isinstance(tree.get("efficiency"), Mapping) else {}
     peaks = tree.get("peak_flops") if isinstance(tree.get("peak_flops"), Mapping) else {}

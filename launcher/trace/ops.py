@@ -1,6 +1,6 @@
-"""What one operation asks of a device: bytes moved, floating-point operations, bytes sent to other ranks.
+"""Counts the cost of one operation: bytes moved, floating-point operations, and bytes sent to other ranks.
 
-An operation whose product nobody has counted raises ``Uncounted``: it would be free otherwise, in silence.
+An operation that may multiply matrices and has no count here raises ``Uncounted``, since it would silently be free.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from modeling.kernels.fused_delta import work_of_rule
 Kind = Literal["product", "grouped product", "attention", "other", "wire"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 
-# Operations that launch nothing: they look at a tensor otherwise, or make one without writing to it.
+# Operations that launch no kernel: they make a view of a tensor, or a tensor without writing to it.
 VIEWS = frozenset(
     [
         "_reshape_alias",
@@ -61,9 +61,9 @@ VIEWS = frozenset(
     ]
 )
 GROUPED = frozenset(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"))
-LINEAR = "_linear_pointwise"  # oneDNN's, by the transpose of its second matrix
+LINEAR = "_linear_pointwise"  # oneDNN's product; its second matrix is given transposed
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", LINEAR)) | GROUPED
-# Each with where queries, keys and values stand among its tensors.
+# Attention operations -> the index of the query among their tensors; keys and values follow it.
 ATTENTION = {
     "_varlen_attn": 0,
     "_varlen_attn_backward": 1,
@@ -80,15 +80,15 @@ ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable": 0,
     "_scaled_dot_product_fused_attention_overrideable_backward": 1,
 }
-# Of a backward pass of attention, products for each one of the forward pass: 5 for 2, of which one is repeated.
+# FLOPs of attention's backward pass over its forward pass: 5 products instead of 2, one of them recomputed.
 BACKWARD_PRODUCTS = 2.5
-CHAINS = "roundtable"  # the namespace of compiled chains
-ACCUMULATES = "accumulate"  # there, of a sum of gradients that takes one more
-# There, linear attention's rule: each with where queries and values stand among its tensors.
+CHAINS = "roundtable"  # the namespace of Roundtable's compiled chains
+ACCUMULATES = "accumulate"  # in that namespace, the operation that adds a gradient to a sum
+# In that namespace, linear attention's rule: operation -> indices of queries and values among its tensors.
 RULES = {"gated_delta": (0, 2), "gated_delta_backward": (1, 7)}
-NAMESPACES = ("aten", "prims")  # of operations that multiply no matrices but those above
+NAMESPACES = ("aten", "prims")  # namespaces in which only the operations above multiply matrices
 
-# Which collective an operation is, and how many times (n-1)/n of its buffer a rank of a ring of n sends.
+# Operation -> its collective, and how many times (n-1)/n of its buffer each rank of a ring of n sends.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", 2),
     "allreduce_coalesced_": ("all-reduce", 2),
@@ -106,33 +106,33 @@ COLLECTIVES = {
     "scatter_": ("scatter", 1),
     "barrier": ("barrier", 0),
     "send": ("send", 1),
-    "recv_": ("send", 0),  # what one rank sends, the other one has counted
+    "recv_": ("send", 0),  # the sending rank counts these bytes
     "recv_any_source_": ("send", 0),
 }
 
 
 class Uncounted(Exception):
-    """An operation of which nobody has said what it costs."""
+    """An operation whose cost this module cannot count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one operation asks for. What it reads and writes counts as moved, whatever caches hold."""
+    """The cost of one operation. All tensors that it reads and writes count as moved, even if a cache holds them."""
 
     name: str
     kind: Kind
-    dtype: torch.dtype | None  # of what a product multiplies
+    dtype: torch.dtype | None  # of the factors of a product
     bytes: int
     flops: float
     sent_bytes: float = 0.0  # to other ranks
     collective: str | None = None
     launches: int = 1  # kernels
-    hidden: float = 0.0  # the share of its time in which other operations run
+    hidden: float = 0.0  # the fraction of its time that overlaps with other operations
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a step, and where it belongs."""
+    """One operation of a step, with its part of the model and its phase."""
 
     work: Work
     part: str
@@ -141,7 +141,7 @@ class Op:
 
 @dataclass
 class Figures:
-    """Sums over operations, as a budget holds them."""
+    """Sums over operations: launches, bytes and FLOPs, as a test's budget lists them."""
 
     launches: int = 0
     bytes: int = 0
@@ -149,7 +149,7 @@ class Figures:
 
     @classmethod
     def of(cls, ops: Iterable[Op]) -> "Figures":
-        """The sums of what some operations cost."""
+        """The sums over the costs of ``ops``."""
         figures = cls()
         for op in ops:
             figures.launches += op.work.launches
@@ -162,9 +162,9 @@ class Figures:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
-    """What a call of a torch operation asked for; None where it launched nothing.
+    """The cost of a call of a torch operation; None where it launched nothing, or only copied to or from the host.
 
-    Raises Uncounted where it may multiply matrices, and nothing here says how many FLOPs that takes.
+    Raises Uncounted where it may multiply matrices and this module has no FLOP count for it.
     """
     namespace, name = func._schema.name.split("::")
     if name in VIEWS or namespace == "profiler":
@@ -202,7 +202,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
 
 
 def host_copy(func: Any, args: Any) -> int:
-    """The bytes of a copy between the memory of a device and the host's, which no kernel makes; 0 of all else."""
+    """The bytes of a copy between device memory and host memory, which needs no kernel; 0 for all other calls."""
     if func._schema.name != "aten::copy_":
         return 0
     target, source = args[:2]
@@ -210,19 +210,19 @@ def host_copy(func: Any, args: Any) -> int:
 
 
 def _known_products() -> dict[Any, Any]:
-    """What torch itself counts FLOPs for."""
+    """The operations for which torch itself counts FLOPs."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
 
 
 def factors(name: str, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The two matrices that are multiplied; before them may stand what the product is added to, in another dtype."""
+    """The two matrices that a product multiplies; of addmm and baddbmm, the first tensor is the one added to."""
     return given[1:3] if name in ("addmm", "baddbmm") else given[:2]
 
 
 def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
-    """Two for each multiplication of a matrix product."""
+    """The FLOPs of a matrix product: two for each multiplication."""
     left, right = factors(name, given)
     if name in GROUPED and left.dim() == right.dim():  # the weights' gradient: each row in one group
         return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
@@ -233,11 +233,11 @@ def product_flops(name: str, given: Sequence[torch.Tensor]) -> int:
 
 
 def attention_flops(name: str, given: Sequence[torch.Tensor], told: Mapping[str, Any]) -> float:
-    """Two for each multiplication of queries with keys and of weights with values.
+    """The FLOPs of attention: two for each multiplication of queries with keys and of weights with values.
 
-    Kernels that are told of limits multiply no pair beyond them; of several pieces, the longest's lengths count for
-    all. One that is told that a query sees no later key multiplies half of a row's pairs. A kernel that is given a mask
-    multiplies all pairs. ``told``: the arguments by their names.
+    A variable-length kernel multiplies only the pairs within its window; the longest lengths count for all documents.
+    A causal kernel multiplies half of a row's pairs, and a kernel with a mask all of them. ``told``: the call's
+    arguments by name.
     """
     first = ATTENTION[name]
     query, key, value = given[first : first + 3]
@@ -257,7 +257,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _keys_seen(told: Mapping[str, Any]) -> float:
-    """Keys that a query sees in the mean, in a piece of the two longest lengths of a variable-length kernel.
+    """The mean number of keys that a query sees, in a document with the longest lengths of a variable-length kernel.
 
     Query i of Q sees key j of K where ``i + K - Q - left <= j <= i + K - Q + right``; below zero, or None: no limit.
     """
@@ -282,7 +282,7 @@ def _clipped_sum(first: int, count: int, most: int) -> int:
 
 
 def _wire(name: str, args: Any, given: Sequence[torch.Tensor], n_bytes: int) -> Work:
-    """A collective: the bytes that this rank sends, as it runs around a ring. The larger side is its buffer."""
+    """The cost of a collective: the bytes that this rank sends in a ring. The larger of input and output counts."""
     if name not in COLLECTIVES:
         raise Uncounted(f"c10d::{name} sends bytes, and launcher.trace.ops counts none for it")
     collective, times = COLLECTIVES[name]
@@ -297,7 +297,7 @@ def _side_bytes(argument: Any) -> int:
 
 
 def group_size(args: Any) -> int:
-    """The ranks of a collective's group."""
+    """The number of ranks in a collective's group. Raises Uncounted where the arguments hold no group."""
     from torch.distributed import ProcessGroup
 
     for each in args:

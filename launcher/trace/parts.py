@@ -1,7 +1,7 @@
-"""The parts of a step that a table names, and how an operation finds its own.
+"""The parts of a step that tables list, and the rules that assign an operation to one of them.
 
-A region is a stretch of the program: a module of the model, or a function of the step. With the kind of the operation
-it makes a part.
+A region is a stretch of the program: a module of the model, or a function of the step. Region and kind of an operation
+together determine its part.
 """
 
 from collections.abc import Iterator
@@ -51,9 +51,9 @@ NAMES: dict[Region, tuple[str, str, str]] = {
     "other": ("other", "other", "other"),
 }
 AXES = ("tp", "cp", "ep", "pp", "ZeRO", "metrics")
-COPIES = "communication: host"  # activations that go to the host and back, where nothing hides it
+COPIES = "communication: host"  # activations copied to the host and back, as far as other work does not hide it
 BUBBLE = "pipeline: bubble"
-HOST = "waiting for the host"  # a GPU without work
+HOST = "waiting for the host"  # time in which the GPU has no work
 PARTS = (
     *dict.fromkeys(name for names in NAMES.values() for name in names if name != "other"),
     *(f"communication: {axis}" for axis in AXES),
@@ -66,10 +66,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Axes:
-    """What of a layout decides for which axis a region sends."""
+    """The properties of a layout that determine which axis a region's communication belongs to."""
 
     has_tp: bool = False
-    gathers_weights: bool = False  # before each use of them, as ZeRO 3 does
+    gathers_weights: bool = False  # weights are gathered before each use, as under ZeRO 3
 
 
 def part_of(region: Region, kind: Kind) -> str:
@@ -84,7 +84,7 @@ def wire_part(region: Region, collective: str, axes: Axes) -> str:
 
 
 def _axis(region: Region, collective: str, axes: Axes) -> str:
-    """For which axis a region sends: each has its own seams and collectives."""
+    """The axis that a region's collective belongs to, told by the region and the kind of collective."""
     gathers = collective in ("all-gather", "reduce-scatter", "broadcast")
     reduces = region in ("pipeline", "other") and collective != "send"
     if region in ("gradients", "optimizer") or reduces or (axes.gathers_weights and not axes.has_tp and gathers):
@@ -101,7 +101,7 @@ def _axis(region: Region, collective: str, axes: Axes) -> str:
 
 
 def regions_of(model: Decoder) -> Iterator[tuple[nn.Module, Region]]:
-    """The modules of a decoder, or of a part of one, that are regions. Inner ones go before outer ones' other work."""
+    """The modules of a decoder, or of a part of one, with their regions; a module within another has its own region."""
     ends: tuple[tuple[nn.Module | None, Region], ...] = (
         (model, "embedding"),
         (model.embed, "embedding"),

@@ -1,6 +1,6 @@
-"""Every operation of a piece of work by part, and the bytes that its tensors hold, over time.
+"""Records every torch operation by part of the model, and the bytes that tensors hold over time.
 
-It sees real tensors and fake ones alike, on any device. A tensor's storage counts from the operation that made it until
+Works with real and with fake tensors, on any device. A tensor's storage counts from the operation that made it until
 nothing refers to it.
 """
 
@@ -19,13 +19,13 @@ from launcher.trace.ops import Op, Phase, Work, host_copy, work_of
 from launcher.trace.parts import Axes, part_of, wire_part
 from launcher.trace.regions import Regions
 
-# What holds memory, in the order in which a picture stacks it.
+# The uses of memory, in the order in which a picture stacks them.
 HOLDERS = ("weights", "masters", "optimizer state", "gradients", "activations", "backward", "other")
 
 
 @dataclass
 class Memory:
-    """Bytes by holder over time, and the same at the moment of the most."""
+    """Bytes by use (HOLDERS) over time, and at the moment of peak memory."""
 
     times: list[float] = field(default_factory=list)  # seconds since the beginning
     held: list[dict[str, int]] = field(default_factory=list)
@@ -36,16 +36,17 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at once."""
+        """The peak memory in bytes."""
         return sum(self.at_peak.values())
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered. ``clock`` gives the seconds by which memory is drawn, after an operation's work.
+    """Records operations and memory while it is entered.
 
-    ``device`` is the kind of device whose memory counts; the host's does where that is the device. ``held`` says
-    what the storages that are there already hold; others are found as operations meet them, and count as "other" from
-    the beginning on.
+    ``clock`` returns the time in seconds at which memory is plotted; it is called after each operation and given it
+    (None: the wall clock). ``device`` is the kind of device whose memory counts; host memory counts only for "cpu".
+    ``held`` names the uses of storages that exist already. Others that exist are found when operations use them, and
+    count as "other" from the beginning on ("gradients" where gradients are summed up).
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def part(self, work: Work, region: Any) -> str:
-        """Where an operation of a region belongs."""
+        """The part that an operation of a region belongs to."""
         if work.collective is not None:
             return wire_part(region, work.collective, self.axes)
         return part_of(region, work.kind)
@@ -123,7 +124,7 @@ class Recorder(TorchDispatchMode):
         self.live[self.holders.pop(key)] -= self.known.pop(key)
 
     def sort(self, held: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Says what storages that were made on the way are for, from the next snapshot on."""
+        """Reassigns storages that are counted already to other uses, from the next snapshot on: use -> tensors."""
         for holder, tensors in held.items():
             for tensor in tensors:
                 key = tensor.untyped_storage()._cdata
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
                     self.holders[key] = holder
 
     def snapshot(self, op: Op | None, phase: str) -> None:
-        """Keeps what is held after an operation."""
+        """Adds the bytes now held, after ``op``, to the memory over time."""
         now = {holder: self.live[holder] for holder in HOLDERS}
         memory = self.memory
         memory.times.append(self.clock(op))
@@ -142,7 +143,7 @@ class Recorder(TorchDispatchMode):
         self.met_by.append(self.met.copy())
 
     def finish(self) -> Memory:
-        """The memory over time, with what was met on the way counted from the beginning on; and its peak."""
+        """The memory over time and its peak; storages found while recording count from the beginning on."""
         memory = self.memory
         for now, met in zip(memory.held, self.met_by, strict=True):
             for holder, n_bytes in self.met.items():

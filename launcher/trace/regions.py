@@ -1,8 +1,8 @@
-"""Which part of the program runs now, and which part of it a step of the backward pass belongs to.
+"""Tracks which region of the program runs now, in forward passes as well as in the backward pass.
 
-Modules are told apart by torch's own hooks before and after their forward passes, which are there only while a profile
-or an estimate is made. autograd numbers its nodes in the order in which forward passes make them, so a module's are a
-stretch of numbers, and whatever a node does in the backward pass belongs to the module of its number.
+Modules are tracked by torch's hooks before and after their forward passes, which are registered only while a profile or
+an estimate is made. autograd numbers its nodes in the order in which forward passes make them, so a module's nodes are
+a stretch of numbers, and whatever a node does in the backward pass belongs to the module of its number.
 """
 
 import contextlib
@@ -21,32 +21,33 @@ from launcher.trace.ops import Phase
 from launcher.trace.parts import Region, regions_of
 from modeling.decoder import Decoder
 
-MARK = "roundtable: "  # how the marks in a profile begin
+MARK = "roundtable: "  # the prefix of Roundtable's marks in a profile
 
 
 @dataclass
 class Stretches:
-    """By autograd's numbers: the region of the nodes from each number on."""
+    """The region of each autograd node: ``regions[i]`` is that of the nodes from number ``starts[i]`` on."""
 
     starts: list[int] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
 
     def add(self, region: Region) -> None:
-        """The region of all nodes from the next one on."""
+        """Assigns all nodes from the next one on to ``region``."""
         self.starts.append(_get_sequence_nr())
         self.regions.append(region)
 
     def add_made_within(self, region: Region) -> None:
-        """The region of the node that an operation has just made within the backward pass of another, and of the next.
+        """Assigns the node that was just made during a backward pass, and the following ones, to ``region``.
 
-        A function that computes again there and differentiates what it made (modeling.kernels.rerun) makes such nodes.
+        Such nodes are made by functions that recompute in the backward pass and differentiate the result there
+        (modeling.kernels.rerun).
         """
         if self.regions[-1:] != [region]:
             self.starts.append(max([_get_sequence_nr() - 1, *self.starts[-1:]]))
             self.regions.append(region)
 
     def at(self, number: int) -> Region:
-        """The region of a node; "gradients" for those without a number of their own, which sum weights' gradients."""
+        """The region of a node by its number; "gradients" for numbers out of range, which sums of gradients have."""
         place = bisect_right(self.starts, number) - 1
         if number < 0 or number >= 2**63:
             return "gradients"
@@ -54,7 +55,7 @@ class Stretches:
 
 
 class Regions:
-    """The regions that have been entered, innermost last; with ``marks``, they are in torch's profile, too."""
+    """The stack of entered regions, innermost last; with ``marks`` they also appear in torch's profile."""
 
     def __init__(self, *, marks: bool = False) -> None:
         self.marks = marks
@@ -63,7 +64,7 @@ class Regions:
         self.open_marks: list[Any] = []
 
     def enter(self, region: Region, phase: Phase = "forward") -> None:
-        """What follows belongs to the region."""
+        """Enters the region: operations from now on belong to it, until it is left."""
         self.entered.append((region, phase))
         self.stretches.add(region)
         if self.marks:
@@ -72,7 +73,7 @@ class Regions:
             self.open_marks.append(mark)
 
     def leave(self) -> None:
-        """What follows belongs to the region around."""
+        """Leaves the innermost region: operations from now on belong to the one around it."""
         self.entered.pop()
         self.stretches.add(self.entered[-1][0] if self.entered else "other")
         if self.marks:
@@ -80,7 +81,7 @@ class Regions:
 
     @contextlib.contextmanager
     def within(self, region: Region, phase: Phase = "forward") -> Iterator[None]:
-        """The region, while the context lasts."""
+        """A context whose operations belong to the region."""
         self.enter(region, phase)
         try:
             yield
@@ -101,7 +102,7 @@ class Regions:
 
     @contextlib.contextmanager
     def of(self, model: Decoder) -> Iterator["Regions"]:
-        """While it lasts, hooks on the model's modules enter and leave their regions."""
+        """A context in which hooks on the model's modules enter and leave their regions."""
         handles: list[RemovableHandle] = []
         for module, region in regions_of(model):
             handles += self._hook(module, region)
@@ -120,5 +121,5 @@ class Regions:
             self.leave()
 
         before = module.register_forward_pre_hook(enter, prepend=True)
-        after = module.register_forward_hook(leave, always_call=True)  # recomputation ends by an exception
+        after = module.register_forward_hook(leave, always_call=True)  # torch ends recomputation by an exception
         return [before, after]

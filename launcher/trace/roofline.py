@@ -1,7 +1,7 @@
 """The least time of operations on a device of known rates, and what bounds it (Williams et al. 2009, "Roofline").
 
-Each operation takes the longest of its products at the device's rate, its bytes at the memory's, what it sends at the
-wire's, and what launching it costs.
+The least time of an operation is the longest of four: its FLOPs at the device's rate, its bytes at the memory's
+bandwidth, the bytes it sends at the link's bandwidth, and the time to launch its kernels.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,17 +25,17 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in a second, as it was measured or is stated; dtypes as in ``DTYPES``."""
+    """The rates of a device, measured or published; maps are keyed by the names in ``DTYPES``."""
 
     name: str
     products: Mapping[str, float]  # FLOP/s
     grouped_products: Mapping[str, float]
     attention_forward: Mapping[str, float]
     attention_backward: Mapping[str, float]
-    bandwidth: float  # bytes/s that memory moves
+    bandwidth: float  # memory bandwidth, bytes/s
     launch_seconds: float
     wires: Mapping[str, float] = field(default_factory=dict)  # part -> bytes/s that a rank sends
-    peak: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by which MFU is told; empty: not known
+    peak: Mapping[str, float] = field(default_factory=dict)  # FLOP/s that MFU is relative to; empty: not known
 
     def flops_rate(self, work: Work) -> float:
         """FLOP/s of a product. Raises UserError where the device has no rate for its dtype."""
@@ -53,14 +53,14 @@ class Rates:
         return table[dtype]
 
     def wire_rate(self, part: str) -> float:
-        """Bytes/s over the links of a part. Raises UserError where there is none."""
+        """Bytes/s over the links that a part of communication uses. Raises UserError where the rate is not known."""
         if part not in self.wires:
             raise UserError([f"{self.name} has no rate for {part}"])
         return self.wires[part]
 
 
 def least_seconds(op: Op, rates: Rates) -> tuple[float, Bound]:
-    """The least time of one operation, without what other operations hide of it; and what bounds it."""
+    """The least seconds of one operation, without the fraction that other operations hide; and what bounds it."""
     work = op.work
     times: dict[Bound, float] = {
         "memory": work.bytes / rates.bandwidth,
@@ -76,9 +76,9 @@ def least_seconds(op: Op, rates: Rates) -> tuple[float, Bound]:
 
 @dataclass
 class Sum:
-    """Operations of one part and phase, or of one name, together."""
+    """The sums over a group of operations: least seconds, FLOPs, bytes and launches."""
 
-    seconds: float = 0.0  # the least
+    seconds: float = 0.0  # the least possible
     by_bound: dict[Bound, float] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
@@ -86,7 +86,7 @@ class Sum:
     launches: float = 0.0
 
     def add(self, op: Op, rates: Rates, times: float) -> None:
-        """Adds an operation that runs so many times."""
+        """Adds an operation that runs ``times`` times."""
         seconds, bound = least_seconds(op, rates)
         self.seconds += times * seconds
         self.by_bound[bound] = self.by_bound.get(bound, 0.0) + times * seconds
@@ -97,12 +97,12 @@ class Sum:
 
     @property
     def bound(self) -> Bound | None:
-        """What bounds most of the time."""
+        """What bounds the largest part of the time; None without operations."""
         return max(self.by_bound, key=lambda each: self.by_bound[each]) if self.by_bound else None
 
 
 def sums_by(ops: Iterable[tuple[Op, float]], rates: Rates) -> dict[tuple[str, str], Sum]:
-    """(part, phase) -> the sum of its operations, each of which comes with how often it runs."""
+    """(part, phase) -> the sums over its operations. Each operation comes with the number of times it runs."""
     found: dict[tuple[str, str], Sum] = {}
     for op, times in ops:
         found.setdefault((op.part, op.phase), Sum()).add(op, rates, times)
@@ -110,7 +110,7 @@ def sums_by(ops: Iterable[tuple[Op, float]], rates: Rates) -> dict[tuple[str, st
 
 
 def sums_by_name(ops: Iterable[tuple[Op, float]], rates: Rates) -> dict[tuple[str, str], Sum]:
-    """(part, operation) -> the same."""
+    """(part, operation's name) -> the sums over its calls. Each operation comes with the number of times it runs."""
     found: dict[tuple[str, str], Sum] = {}
     for op, times in ops:
         found.setdefault((op.part, op.work.name), Sum()).add(op, rates, times)
