@@ -1,4 +1,4 @@
-"""What one training step sends over tp, cp, ep and pp, and for its own bookkeeping. docs/traffic.md has the table."""
+"""Bytes that one training step sends over tp, cp, ep and pp and for bookkeeping. docs/traffic.md has the table."""
 
 from fractions import Fraction
 
@@ -11,11 +11,11 @@ from parallel.pipeline.volume import sent_bytes
 from parallel.processes.stop import STOP_SIGNALS
 
 FP64_BYTES, INT64_BYTES = 8, 8
-FLAGGED = {("fp16", 1), ("fp16", 2), ("fp16", 3), ("bf16", 2)}  # where DeepSpeed asks whether a gradient overflowed
+FLAGGED = {("fp16", 1), ("fp16", 2), ("fp16", 3), ("bf16", 2)}  # (precision, ZeRO) with DeepSpeed's overflow check
 
 
 def step_traffic(step: Step) -> list[Traffic]:
-    """Everything that the rank sends in one training step; terms that send nothing are left out."""
+    """All terms of the bytes that the rank sends in one training step; terms that send nothing are left out."""
     terms = [
         *tp_traffic(step),
         *cp_traffic(step),
@@ -29,10 +29,10 @@ def step_traffic(step: Step) -> list[Traffic]:
 
 
 def tp_traffic(step: Step) -> list[Traffic]:
-    """Sequence parallelism, the cut vocabulary, and sums over tp of what its ranks hold whole."""
+    """Terms over tp: sequence parallelism, sharded vocabulary, and gradient sums of weights that tp does not cut."""
     n, micro = step.parallel.tp, step.n_micro_batches
-    blocks = repeated = 0  # a block gathers positions, computes with cut weights, sums and cuts; some gathers repeat
-    last_sums = 0  # recomputation stops before a layer's last sum, of which the backward pass needs nothing
+    blocks = repeated = 0  # a block gathers positions, computes with cut weights, reduce-scatters; some are recomputed
+    last_sums = 0  # recomputation stops before a layer's last reduce-scatter, which the backward pass does not need
     for layer in step.layers:
         has_cut_half = layer not in step.moe_layers or bool(step.model.moe and step.model.moe.n_shared_experts)
         blocks += 1 + has_cut_half
@@ -63,7 +63,7 @@ def tp_traffic(step: Step) -> list[Traffic]:
 
 
 def balance_bytes(step: Step) -> int:
-    """The sums of one micro-batch's sequences that the balance losses need: two for each expert and a count, fp32."""
+    """Bytes of one micro-batch's balance-loss sums: fp32, two per expert and a count, for each sequence and pass."""
     if step.model.moe is None:
         return 0
     sums = FP32_BYTES * step.micro_batch_size * (2 * step.model.moe.n_experts + 1)
@@ -71,7 +71,7 @@ def balance_bytes(step: Step) -> int:
 
 
 def cp_traffic(step: Step) -> list[Traffic]:
-    """Attention by all-to-all over heads or around the ring, and the balance losses' sums."""
+    """Terms over cp: attention by all-to-all over heads or around the ring, and the sums of balance losses."""
     cp, tp, model = step.parallel.cp, step.parallel.tp, step.model
     heads, kv_heads = model.n_heads // tp, model.n_kv_heads // tp
     to_keys = [layer for layer in step.layers if not model.is_linear_layer(layer)]
@@ -83,7 +83,7 @@ def cp_traffic(step: Step) -> list[Traffic]:
     is_ulysses = step.parallel.cp_attention == "ulysses"
     exchanged = numbers * (heads + max(kv_heads, cp)) * (qk + v) * size * (forwards + backwards) if is_ulysses else 0
     linear = model.linear_attention
-    if linear is not None:  # exchanges heads under a ring, too
+    if linear is not None:  # linear attention exchanges heads even where attention runs around the ring
         others = [layer for layer in step.layers if layer not in to_keys]
         width = 2 * max(linear.n_k_heads // tp, cp) * linear.d_k + linear.n_v_heads // tp * (2 * linear.d_v + 2)
         exchanged += numbers * width * size * (step.all_forwards("attention", others) + len(others))
@@ -95,9 +95,10 @@ def cp_traffic(step: Step) -> list[Traffic]:
 
 
 def ep_traffic(step: Step) -> list[Traffic]:
-    """Dispatch and combine: the pairs that leave the rank go out and come back, those that arrive too; and the counts.
+    """Terms over ep: token rows in dispatch and combine, and the counts of rows.
 
-    Raises ValueError where ``step.routed`` is needed and missing.
+    The rank sends the rows that leave it, and sends back the results of those that arrive. Raises ValueError where
+    ``step.routed`` is needed and missing.
     """
     ep, moe = step.parallel.ep, step.model.moe
     if ep == 1 or moe is None or not step.moe_layers:
@@ -121,7 +122,7 @@ def ep_traffic(step: Step) -> list[Traffic]:
 
 
 def pp_traffic(step: Step) -> list[Traffic]:
-    """Hidden states and their gradients between stages, and a tied embedding's gradients between the ends."""
+    """Terms over pp: hidden states and their gradients, and a tied embedding's gradients between the two ends."""
     parallel = step.parallel
     if parallel.pp == 1:
         return []
@@ -138,7 +139,7 @@ def pp_traffic(step: Step) -> list[Traffic]:
 
 
 def bookkeeping_traffic(step: Step) -> list[Traffic]:
-    """The sums that metrics need, the gradient norm, and in 16 bits whether a gradient overflowed."""
+    """Terms of bookkeeping: the metrics' sums, the gradient norm, and in 16 bits DeepSpeed's overflow check."""
     moe, degrees = step.model.moe, step.degrees
     n_layers = sum(step.model.is_moe_layer(layer) for layer in step.model.all_layers)
     n_summed, n_largest = (len(metrics_of(RoutingStats, reduce)) for reduce in ("sum", "max"))

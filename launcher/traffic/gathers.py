@@ -1,13 +1,13 @@
-"""How often ZeRO 3 gathers each weight in a step without a pipeline, as DeepSpeed's coordinator decides it.
+"""Computes how often ZeRO 3 gathers each weight in a step without a pipeline, by replaying DeepSpeed's bookkeeping.
 
 DeepSpeed 0.19 knows the order of the modules from earlier passes. It gathers a module's weights before the module's
-forward and backward pass, and ``Sizes.prefetched`` elements more ahead of their use, unless that made more than
-``Sizes.live`` whole. After the pass it drops them, but not those that are used again within ``Sizes.reused`` elements
-of weights, nor those whose next use the prefetcher has gone past because they were whole. So a rank that computes with
-few weights gathers each once a micro-batch, and one with many gathers the early layers' twice.
+forward and backward pass, and prefetches about ``Sizes.prefetched`` further elements, as long as no more than
+``Sizes.live`` are whole. After the pass it drops the weights, except those that are used again within ``Sizes.reused``
+elements of weights, and those whose next use the prefetcher skipped because they were whole. So a rank that computes
+with few weights gathers each once a micro-batch, and one with many gathers those of early layers twice.
 
-This is that bookkeeping (fetch_sub_module and release_sub_module in deepspeed/runtime/zero/
-partitioned_param_coordinator.py), replayed over the order of our own modules.
+The bookkeeping is that of fetch_sub_module and release_sub_module in deepspeed/runtime/zero/
+partitioned_param_coordinator.py, replayed over the order of Roundtable's modules.
 """
 
 from collections import Counter, deque
@@ -19,29 +19,29 @@ from modeling.logical import Half
 from parallel.recompute import mode_of
 from parallel.sizes import Sizes
 
-LOOKED_UP = ("embed.weight", "embed_positions.weight")  # by numbers, which take no gradient
-KNOWN_FROM = 1  # the pass of a run, from 0 on, before which DeepSpeed knows no order
-PASSES = 3  # micro-batches that are replayed; each later one gathers what the last of these does
+LOOKED_UP = ("embed.weight", "embed_positions.weight")  # looked up by token or position ids, which have no gradient
+KNOWN_FROM = 1  # the index of a run's first pass for which DeepSpeed knows the order of the modules
+PASSES = 3  # micro-batches that are replayed; each later one gathers the same as the last of these
 
 
 class Event(NamedTuple):
-    """A module's weights are asked for, or its pass is over."""
+    """One event of a pass: a module's weights are needed (fetch), or its pass is over (release)."""
 
     kind: Literal["fetch", "release"]
     names: tuple[str, ...]
 
 
 def gathers_by_weight(step: Step) -> Mapping[str, int]:
-    """How often each weight that does not stay whole is gathered in one step once it runs steadily.
+    """The number of times that each weight that does not stay whole is gathered in one step, after the first steps.
 
-    Raises ValueError where the order of the modules is not told here: with modules that predict further tokens.
+    Raises ValueError for a model with multi-token prediction, whose order of modules is not modelled here.
     """
     if step.n_further:
         raise ValueError(f"ZeRO 3 with model.mtp and more than {step.sizes.reused} elements a rank has no closed form")
     events, n_micro_batches = list(pass_events(step)), step.n_micro_batches
     passes = Passes(events, step.weights, step.sizes)
-    # Before the order is known all is dropped after each module, small weights, too, but an embedding's backward pass
-    # drops nothing; and after each step small weights are made whole, and they alone are.
+    # Before the order is known, every weight is dropped after its module, small ones too, except that an embedding's
+    # backward pass drops nothing. After each step only the small weights are whole.
     is_within_step = KNOWN_FROM % n_micro_batches > 0
     passes.decide({name for name in LOOKED_UP if name in step.weights} if is_within_step else passes.persistent)
     counts = [passes.run() for _ in range(min(PASSES, n_micro_batches))]
@@ -52,7 +52,7 @@ def gathers_by_weight(step: Step) -> Mapping[str, int]:
 
 
 class Passes:
-    """Forward and backward passes, one after another."""
+    """Forward and backward passes of one micro-batch after another, and which weights are whole between them."""
 
     def __init__(self, events: Sequence[Event], n_elements: Mapping[str, int], sizes: Sizes) -> None:
         self.events, self.n_elements, self.sizes = events, n_elements, sizes
@@ -62,13 +62,16 @@ class Passes:
         self.decided: dict[tuple[tuple[str, ...], int], set[str]] = {}
 
     def decide(self, whole: Collection[str]) -> None:
-        """The first pass in a known order: DeepSpeed caches for ever what it drops then after each module."""
+        """Replays the first pass in a known order, starting with the weights ``whole``.
+
+        DeepSpeed decides in it which weights to drop after each module, and keeps these decisions for all later passes.
+        """
         self.whole = set(whole)
         self.run()
         self.whole = set(self.persistent)
 
     def run(self) -> Counter[str]:
-        """What one pass gathers, by weight."""
+        """Replays one pass; returns how often it gathers each weight."""
         coordinator = Coordinator(self)
         for event in self.events:
             coordinator.fetch(event.names) if event.kind == "fetch" else coordinator.release(event.names)
@@ -76,18 +79,18 @@ class Passes:
 
 
 class Coordinator:
-    """DeepSpeed's, through one forward and backward pass."""
+    """A model of DeepSpeed's parameter coordinator during one forward and backward pass."""
 
     def __init__(self, passes: Passes) -> None:
         self.uses, self.n_elements, self.sizes = passes.uses, passes.n_elements, passes.sizes
         self.whole, self.persistent, self.decided = passes.whole, passes.persistent, passes.decided
         self.queue = deque((name, number) for number, names in enumerate(self.uses) for name in names)
-        self.seen: dict[str, int] = {}  # up to which use the queue has gone past a weight
+        self.seen: dict[str, int] = {}  # weight -> its last use that has left the queue
         self.number, self.n_gathered = 0, 0
         self.gathered = Counter[str]()
 
     def fetch(self, names: tuple[str, ...]) -> None:
-        """A module's weights before its pass, and some of those that come next."""
+        """Gathers a module's weights before its pass, and prefetches those of later modules as far as there is room."""
         self.gather(names)
         wanted = {name for name in names if self.seen.get(name, -1) < self.number}
         found: set[str] = set()
@@ -116,7 +119,7 @@ class Coordinator:
                 self.n_gathered += self.n_elements[name]
 
     def release(self, names: tuple[str, ...]) -> None:
-        """Drops a module's weights after its pass, unless they are used soon."""
+        """Drops a module's weights after its pass, except those that are used again soon."""
         key = names, self.number
         if key not in self.decided:
             self.decided[key] = self.unused_soon(names)
@@ -125,7 +128,7 @@ class Coordinator:
             self.n_gathered -= self.n_elements[name]
 
     def unused_soon(self, names: tuple[str, ...]) -> set[str]:
-        """Which of a module's weights are to be dropped after its use."""
+        """Those of a module's weights that are dropped after its pass: not small, and not used again soon."""
         dropped = {name for name in names if name not in self.persistent and self.seen.get(name, -1) <= self.number}
         n_passed = 0
         for use in self.uses[self.number :]:
@@ -139,7 +142,7 @@ class Coordinator:
 class Node(NamedTuple):
     """A module: the names of its own weights, and the modules within it in the order of the forward pass.
 
-    ``half``: of its layer, which the norms around it belong to.
+    ``half`` is the half of the layer (attention or feed-forward) that it belongs to, norms included.
     """
 
     path: str
@@ -149,7 +152,7 @@ class Node(NamedTuple):
 
 
 def pass_events(step: Step) -> Iterator[Event]:
-    """One micro-batch: the modules in the order in which DeepSpeed's hooks see them, those without weights, too."""
+    """The events of one micro-batch in the order in which DeepSpeed's hooks see them, modules without weights too."""
     before, layers, after = nodes_of(step)
     yield Event("fetch", ())  # the model as a whole
     for node in [*before, *layers.values(), *after]:
@@ -163,7 +166,7 @@ def pass_events(step: Step) -> Iterator[Event]:
 
 
 def forward(node: Node) -> Iterator[Event]:
-    """A module's forward pass, with those within it."""
+    """The events of a module's forward pass, including the modules within it."""
     yield Event("fetch", node.names)
     for child in node.children:
         yield from forward(child)
@@ -171,9 +174,9 @@ def forward(node: Node) -> Iterator[Event]:
 
 
 def backward(step: Step, node: Node) -> Iterator[Event]:
-    """A module's backward pass: its hook runs for each of its outputs that takes a gradient.
+    """The events of a module's backward pass; DeepSpeed's fetch hook runs for each output that takes a gradient.
 
-    A lookup's input takes none, so nothing follows its backward pass.
+    The input of an embedding lookup takes no gradient, so DeepSpeed's release hook never runs for it.
     """
     for _ in range(outputs_of(step, node)):
         yield Event("fetch", node.names)
@@ -184,7 +187,7 @@ def backward(step: Step, node: Node) -> Iterator[Event]:
 
 
 def outputs_of(step: Step, node: Node) -> int:
-    """How many outputs of a module take a gradient: of a router's the weights, and what its losses are made of."""
+    """The number of a module's outputs that take a gradient: one, and for a router one more for each of its losses."""
     moe = step.model.moe
     if moe is None or not is_router(step, node):
         return 1
@@ -197,15 +200,16 @@ def is_router(step: Step, node: Node) -> bool:
 
 
 def first_dim(step: Step, node: Node) -> str | None:
-    """What the rows of a module's first weight are; None where it has no weights of its own."""
+    """The name of the first dim of a module's first weight; None where it has no weights of its own."""
     return step.tensors[node.names[0]].weight.dims[0] if node.names else None
 
 
 def backward_of_layer(step: Step, layer: int, node: Node) -> Iterator[Event]:
-    """A layer's backward pass, with what it computes again.
+    """The events of a layer's backward pass, including its recomputation.
 
-    That comes once the backward pass of its last product or norm has begun, and ends where that one's inputs are
-    there; or before any, where the layer ends in something else that keeps a tensor.
+    Recomputation starts after the backward pass of the layer's last product or norm has begun, and ends when that
+    module's inputs are there. Where the layer ends in something else that saves a tensor (experts, or the shared
+    expert's gate), it starts before.
     """
     repeats = {"full": node.children, "feed_forward": [each for each in node.children if each.half == "feed_forward"]}
     repeated = [event for each in repeats.get(mode_of(step.recompute, layer), ()) for event in forward(each)]
@@ -231,7 +235,7 @@ def backward_of_layer(step: Step, layer: int, node: Node) -> Iterator[Event]:
 
 
 def leaves_backwards(node: Node) -> Iterator[Node]:
-    """The modules with weights, the last one first."""
+    """The modules with weights within ``node``, in reverse order of the forward pass."""
     for child in reversed(node.children):
         yield from leaves_backwards(child)
     if node.names:
@@ -239,7 +243,7 @@ def leaves_backwards(node: Node) -> Iterator[Node]:
 
 
 def nodes_of(step: Step) -> tuple[list[Node], dict[int, Node], list[Node]]:
-    """What comes before the layers, the layers, and what comes after them, in the order of the forward pass."""
+    """The modules before the layers, the layers by number, and the modules after them, in order of the forward pass."""
     names: dict[str, list[str]] = {}
     for name in step.weights:
         names.setdefault(name.rpartition(".")[0], []).append(name)
@@ -257,7 +261,7 @@ def nodes_of(step: Step) -> tuple[list[Node], dict[int, Node], list[Node]]:
 
 
 def layer_node(step: Step, path: str, names: Mapping[str, tuple[str, ...]]) -> Node:
-    """A layer: its norms, attention and feed-forward half."""
+    """The node of a layer, with its norms, its attention and its feed-forward half as children in order."""
     children = []
     halves: tuple[Half, ...] = ("attention", "feed_forward")
     for half in halves:
@@ -274,7 +278,7 @@ def layer_node(step: Step, path: str, names: Mapping[str, tuple[str, ...]]) -> N
 
 
 def arranged(step: Step, path: str, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """What is within a half, in the order of its forward pass; weights are named in nearly that order."""
+    """The modules within half a layer, in the order of its forward pass, which is nearly that of ``nodes``."""
     late = {"v": 2, "q_norm": 1, "k_norm": 1} if step.model.qk_norm_over == "all_heads" else {"q_norm": 2, "k_norm": 2}
     late |= {"output_gate": 3, "o": 4, "o_bias": 5, "down_bias": 4, "shared_gate": 4}
     found = sorted(nodes, key=lambda node: late.get(node.path.removeprefix(f"{path}."), 0))

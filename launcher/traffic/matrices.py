@@ -1,4 +1,4 @@
-"""What an optimizer sends and computes whose update needs whole matrices: docs/traffic.md in code."""
+"""Bytes and matrices of an optimizer whose update needs whole matrices, as docs/traffic.md has them."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ WHAT = "matrices that the update needs whole"
 
 
 def matrices_traffic(step: Step) -> list[Traffic]:
-    """Over tp the whole matrices, where this rank computes them; under ZeRO their elements, to owners and back."""
+    """Terms for gathering whole matrices: over tp, and under ZeRO to the rank that owns each matrix and back."""
     if step.parallel.zero == 0:
         return [_over_tp(step, sum(step.weights[name] for name in step.weights if _is_cut_matrix(step, name)))]
     terms, gathered = [], 0
@@ -27,9 +27,9 @@ def matrices_traffic(step: Step) -> list[Traffic]:
 
 
 def busiest_owner(step: Step) -> Counter[tuple[int, int]]:
-    """How many whole matrices of (rows, columns) the rank computes that has most of them to compute.
+    """(rows, columns) -> the number of such matrices that the rank with most work updates.
 
-    Under ZeRO the busiest among the owners of dense weights and that of experts count together: an upper bound.
+    Under ZeRO the busiest owner of dense weights and the busiest owner of experts count as one rank: an upper bound.
     """
     shapes = {name: step.layout[name].shape[-2:] for name in step.weights if _is_matrix(step, name)}
     if step.parallel.zero == 0:
@@ -50,7 +50,7 @@ def busiest_owner(step: Step) -> Counter[tuple[int, int]]:
 
 
 def _over_tp(step: Step, own_elements: int) -> Traffic:
-    """The gather of what each rank of tp has as many elements of."""
+    """The all-gather over tp of matrices of which each tp rank holds ``own_elements``."""
     whole = FP32_BYTES * own_elements * step.parallel.tp
     return Traffic("tp", WHAT, "all-gather", around_ring("all-gather", whole, step.parallel.tp))
 
@@ -64,7 +64,7 @@ def _is_matrix(step: Step, name: str) -> bool:
 
 
 def _owned(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[int], int]]:
-    """Each matrix by its weight's name, how many of its elements each of ``n`` ranks updates, and which owns it."""
+    """For each matrix: its weight's name, the elements of it that each of ``n`` ranks updates, and its owner's rank."""
     owned = [0] * n
     for name, counts in _matrices(step, n, names):
         owner = min(range(n), key=lambda other: (-counts[other], owned[other], other))
@@ -73,7 +73,7 @@ def _owned(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[int
 
 
 def _matrices(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each matrix by its weight's name, and how many of its elements each of ``n`` ranks updates."""
+    """For each matrix: its weight's name, and the number of its elements that each of ``n`` ranks updates."""
     for group in optimizer_groups(step, names):
         for name, shares in shares_in_group(step, n, group).items():
             if not _is_matrix(step, name):
@@ -85,7 +85,7 @@ def _matrices(step: Step, n: int, names: list[str]) -> Iterator[tuple[str, list[
 
 
 def shares_in_group(step: Step, n: int, group: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
-    """Of each weight of an optimizer group the first element, and how many, that each of ``n`` ranks updates."""
+    """Weight -> for each of ``n`` ranks the first element of it that the rank updates, and the number of elements."""
     found = {}
     for name, begin, end in places_in_flat(step, group):
         if step.parallel.zero == 3:  # the weight alone is cut into even parts

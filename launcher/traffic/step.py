@@ -1,9 +1,9 @@
-"""One training step as its traffic depends on it, and how bytes are counted.
+"""The properties of a training step on which its traffic depends, and the way bytes are counted.
 
-Bytes are those that a rank sends to others when a collective runs around a ring: of a buffer of x bytes on n ranks
-2 x (n-1)/n for an all-reduce, x (n-1)/n for an all-gather (x all parts together), a reduce-scatter (x one rank's input)
-and an all-to-all of equal parts, and what leaves the rank for an all-to-all of unequal ones. Where n does not divide x,
-it is the mean over the ranks, a fraction. An axis of degree 1 sends nothing.
+Bytes are those that a rank sends to others when a collective runs around a ring of n ranks. For a buffer of x bytes
+they are 2x(n-1)/n for an all-reduce, and x(n-1)/n for an all-gather (x: all parts together), a reduce-scatter (x: one
+rank's input) and an all-to-all of equal parts; for an all-to-all of unequal parts, the bytes that leave the rank. Where
+n does not divide x, the count is the mean over the ranks, a fraction. An axis of degree 1 sends nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +41,15 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One training step as a rank of pipeline position ``pp_rank`` sees it.
+    """One training step as seen by one rank, that of pipeline position ``pp_rank``.
 
-    ``replica_rank`` is its position among the dp x cp ranks: under ZeRO 1 and 2 they hold other shares of what tp does
-    not cut, and add them up over tp; under ZeRO they own other matrices, as those of edp do (``edp_rank``). All else
-    its dp, cp and tp ranks send alike.
+    ``replica_rank`` is its position among the dp x cp ranks, ``edp_rank`` that among the replicas of its experts, and
+    ``ep_rank`` that on the ep axis. They matter because under ZeRO 1 and 2 the dp x cp ranks hold different shares of
+    the weights that tp does not cut, and sum them over tp, and because under ZeRO different ranks own different
+    matrices. Everything else is the same for all dp, cp and tp ranks.
 
     ``routed`` are the token-expert pairs of the step, summed over micro-batches: layer -> for each rank of the ep axis
-    in order, for each expert, how many pairs that rank sends to it. Needed for ep > 1 alone.
+    in order, for each expert, how many pairs that rank sends to it. Needed only for ep > 1.
     """
 
     model: ModelConfig
@@ -66,7 +67,7 @@ class Step:
     ep_rank: int = 0
     routed: Mapping[int, Sequence[Sequence[int]]] | None = None
     sizes: Sizes = DEFAULT_SIZES
-    keeps_cut_weights: bool = False  # in 8 bits, from update to update
+    keeps_cut_weights: bool = False  # fp8 copies of weights are kept from update to update
 
     @property
     def in_buckets(self) -> bool:
@@ -85,12 +86,12 @@ class Step:
 
     @property
     def n_micro_batches(self) -> int:
-        """Micro-batches that this rank works on."""
+        """The number of micro-batches that this rank processes in the step."""
         return self.global_batch_size // (self.degrees.dp * self.micro_batch_size)
 
     @property
     def positions(self) -> int:
-        """Of each sequence, the positions that a cp rank holds; tp's ranks share them."""
+        """The number of positions of each sequence that a cp rank holds; its tp ranks share them."""
         return self.seq_len // self.parallel.cp
 
     @property
@@ -105,7 +106,7 @@ class Step:
 
     @cached_property
     def layers(self) -> list[int]:
-        """The layers of this rank's stages; with the head come those of modules that predict further tokens."""
+        """The layers of this rank's stages; with the head, also those of the multi-token-prediction modules."""
         own = [layer for part in self.parts for layer in part.layers]
         return [*own, *self.model.mtp_layers] if self.has_head else own
 
@@ -116,17 +117,17 @@ class Step:
 
     @property
     def n_further(self) -> int:
-        """Modules that predict further tokens here: each looks up tokens, and passes through the head."""
+        """The number of multi-token-prediction modules here; each looks up embeddings and passes through the head."""
         return len(self.model.mtp_layers) if self.has_head else 0
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the first stage is this rank's."""
+        """Whether this rank holds the first stage."""
         return self.parts[0].has_embedding
 
     @property
     def has_head(self) -> bool:
-        """Whether the last stage is this rank's."""
+        """Whether this rank holds the last stage."""
         return self.parts[-1].has_head
 
     @cached_property
@@ -136,25 +137,25 @@ class Step:
 
     @cached_property
     def weights(self) -> dict[str, int]:
-        """Elements that this rank computes with of each weight of its stages."""
+        """Weight of this rank's stages -> the number of its elements that the rank computes with."""
         return {name: self.tensors[name].numel // self._cut(place) for name, place in self.layout.items()}
 
     @cached_property
     def layout(self) -> Layout:
-        """Where each weight of its stages lies, in the model's order."""
+        """Weight of this rank's stages -> how it is laid out over the axes, in the model's order."""
         layout = layout_of(self.model)
         return {name: layout[name] for name in weight_names(self.model, tuple(self.parts))}
 
     @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
-        """What each logical tensor is, by its name."""
+        """All logical tensors of the model by name."""
         return logical_tensors(self.model)
 
     def _cut(self, place: Place) -> int:
         return 1 if place.axis is None else int(getattr(self.parallel, place.axis))
 
     def group(self, name: str) -> Group:
-        """What the weights of one optimizer group share."""
+        """The optimizer group of the weight ``name``, by what the weights of a group have in common."""
         return self._groups[name]
 
     @cached_property
@@ -165,31 +166,34 @@ class Step:
         return {name: self.optimizer.group(each.weight, each.shape, widths) for name, each in tensors.items()}
 
     def states_of(self, name: str) -> tuple[str, ...]:
-        """What the optimizer keeps beside a weight."""
+        """The names of the optimizer's state tensors for a weight."""
         return self.optimizer.states_of(self.tensors[name].weight)
 
     def forwards(self, half: Literal["attention", "feed_forward"], layer: int) -> int:
-        """How often half a layer's forward pass runs for one micro-batch, recomputation included.
+        """The number of forward passes of half a layer for one micro-batch, recomputation included.
 
-        ``selective`` computes chains of elementwise work again, but no half.
+        Recomputation ``selective`` repeats chains of elementwise operations only, so it does not count here.
         """
         repeats = {"feed_forward": ("feed_forward",), "full": ("attention", "feed_forward")}
         return 1 + (half in repeats.get(mode_of(self.recompute, layer), ()))
 
     def all_forwards(self, half: Literal["attention", "feed_forward"], layers: Sequence[int]) -> int:
-        """Forward passes through one half of the given layers, recomputation included."""
+        """The number of forward passes of one half of all given layers together, recomputation included."""
         return sum(self.forwards(half, layer) for layer in layers)
 
 
 @lru_cache(maxsize=256)
 def weight_names(model: ModelConfig, parts: tuple[Part, ...]) -> tuple[str, ...]:
-    """The names of the weights of some stages of a model, in the model's order. Plans of many layouts share them."""
+    """The names of the weights of some stages of a model, in the model's order; cached for plans of many layouts."""
     decoder = whole_decoder(model)
     keep_parts(decoder, parts)
     return tuple(name for name, _ in decoder.named_parameters())
 
 
 def around_ring(collective: Collective, n_bytes: int, degree: int) -> Fraction:
-    """Bytes that each of ``degree`` ranks sends for a buffer of ``n_bytes`` (see the top of this file)."""
+    """Bytes that each of ``degree`` ranks sends around a ring for a buffer of ``n_bytes``; the mean over the ranks.
+
+    That is 2(n-1)/n of the buffer for an all-reduce and (n-1)/n for every other collective.
+    """
     passes = 2 if collective == "all-reduce" else 1
     return Fraction(passes * n_bytes * (degree - 1), degree)

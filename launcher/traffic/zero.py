@@ -1,4 +1,4 @@
-"""What ZeRO sends in one training step: gradients, and the weights that it shards. docs/traffic.md has the table."""
+"""Bytes that ZeRO sends in one training step: gradients and sharded weights. docs/traffic.md has the table."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -16,7 +16,7 @@ PARTITION_UNIT = (
 
 
 def zero_traffic(step: Step) -> list[Traffic]:
-    """Gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts."""
+    """Terms of gradients and weights over the ranks that replicate them: dp x cp for dense weights, edp for experts."""
     terms = []
     for axis, n, names in replicated(step):
         terms += [*_gradient_traffic(step, axis, n, names), *_weight_traffic(step, axis, n, names)]
@@ -24,7 +24,7 @@ def zero_traffic(step: Step) -> list[Traffic]:
 
 
 def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
-    """Over which axis of which degree ZeRO shards which of the rank's weights.
+    """(axis, degree, weights) for each of the two axes over which ZeRO shards the rank's weights.
 
     Where dense weights and experts are replicated over the same ranks (ep = tp), experts count as dense.
     """
@@ -36,7 +36,7 @@ def replicated(step: Step) -> list[tuple[str, int, list[str]]]:
 
 
 def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
-    """Gradients in fp32, once a step, or under ZeRO 2 and 3 without a pipeline after each micro-batch."""
+    """The reduction of fp32 gradients, once a step, or under ZeRO 2 and 3 without a pipeline for each micro-batch."""
     if step.in_buckets:
         return [_bucket_traffic(step, axis, n, names)]
     zero = step.parallel.zero
@@ -50,7 +50,7 @@ def _gradient_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> li
 
 
 def _bucket_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> Traffic:
-    """ZeRO 1's gradients in buckets: once, or for each micro-batch and each of the rank's stages that uses them."""
+    """ZeRO 1's reduction of gradients in buckets: once a step, or for each micro-batch and stage that uses a bucket."""
     if not step.scatters:
         whole = FP32_BYTES * flat_elements(step, n, names)
         return Traffic(axis, "gradients", "reduce-scatter", around_ring("reduce-scatter", whole, n))
@@ -65,15 +65,15 @@ def _bucket_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> Traf
 
 
 def flat_elements(step: Step, n: int, names: Sequence[str]) -> int:
-    """Elements of ZeRO 1's and 2's flat tensors, one for each optimizer group, padded to equal parts."""
+    """The elements of all flat tensors of ZeRO 1 and 2, one for each optimizer group, padded to equal parts."""
     groups = optimizer_groups(step, names)
     return sum(padded(sum(step.weights[name] for name in group), PARTITION_UNIT * n) for group in groups)
 
 
 def elements_summed_over_tp(step: Step) -> int:
-    """Gradient elements that this rank adds up with the other ranks of tp: of what tp does not cut, its ZeRO share."""
+    """The gradient elements that this rank sums over tp: its ZeRO share of the weights that tp does not cut."""
     whole = {name for name in step.weights if step.layout[name].is_summed_over_tp}
-    (_, n, names), _ = replicated(step)  # all of them are dense
+    (_, n, names), _ = replicated(step)  # weights that are summed over tp are all dense
     zero = step.parallel.zero
     if zero == 0 or (zero == 1 and step.precision == "bf16" and not step.in_buckets):
         return sum(step.weights[name] for name in whole)
@@ -89,7 +89,7 @@ def elements_summed_over_tp(step: Step) -> int:
 
 
 def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
-    """The weights of each optimizer group, in the model's order: flat tensors of ZeRO 1 and 2."""
+    """The weights of each flat tensor of ZeRO 1 and 2 (an optimizer group or a bucket of one), in the model's order."""
     by_group: dict[Group, list[str]] = {}
     for name in names:
         by_group.setdefault(step.group(name), []).append(name)
@@ -98,9 +98,10 @@ def optimizer_groups(step: Step, names: Sequence[str]) -> list[list[str]]:
 
 
 def _buckets(step: Step, group: Sequence[str]) -> list[list[str]]:
-    """A group's weights in order, in rows of at most ``step.sizes.reduced`` elements, or of one weight.
+    """A group's weights in order, cut into buckets of at most ``step.sizes.reduced`` elements, or of one weight.
 
-    Another row begins with other stages, and around an embedding of which another rank has a copy.
+    A new bucket also begins where the weights' stages change, and before and after an embedding of which another rank
+    has a copy.
     """
     rows: list[list[str]] = []
     for name in group:
@@ -119,7 +120,7 @@ def _kind(step: Step, name: str) -> tuple[tuple[int, ...], bool]:
 
 
 def stages_of(step: Step, name: str) -> tuple[int, ...]:
-    """The stages of this rank that compute with a weight: an embedding that works at both ends may have two."""
+    """The stages of this rank that compute with a weight; two for an embedding used on the first and the last stage."""
     layer = step.tensors[name].layer
     if layer is not None:
         return tuple(part.stage for part in step.parts if is_within(step, part, layer, name))
@@ -130,7 +131,7 @@ def stages_of(step: Step, name: str) -> tuple[int, ...]:
 
 
 def places_in_flat(step: Step, group: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Each weight of a group with its first element in the group's flat tensor, and the one after its last."""
+    """(weight, start, stop) for each weight of a group: its range of elements in the group's flat tensor."""
     ends = list(accumulate(step.weights[name] for name in group))
     return [(name, end - step.weights[name], end) for name, end in zip(group, ends, strict=True)]
 
@@ -142,7 +143,7 @@ def flat_share(step: Step, n: int, group: Sequence[str], rank: int) -> tuple[int
 
 
 def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list[Traffic]:
-    """The updated weights, whole again: after the step under ZeRO 1 and 2, for each use under 3."""
+    """The all-gather of weights: after the update under ZeRO 1 and 2, for each use under ZeRO 3."""
     match step.parallel.zero:
         case 0:
             return []
@@ -156,17 +157,17 @@ def _weight_traffic(step: Step, axis: str, n: int, names: Sequence[str]) -> list
 
 
 def padded(n_elements: int, unit: int) -> int:
-    """The next multiple of ``unit``."""
+    """``n_elements`` rounded up to a multiple of ``unit``."""
     return -(-n_elements // unit) * unit
 
 
 def gathers_of(step: Step, names: Sequence[str]) -> Mapping[str, int]:
-    """How often a step gathers weights under ZeRO 3.
+    """Weight -> the number of times that a step gathers it under ZeRO 3.
 
-    Without a pipeline a small weight stays whole and is gathered after the update; another one is gathered once for
-    each micro-batch and kept from its forward to its backward pass, if the rank computes with no more elements than
-    DeepSpeed keeps; else ``gathers_by_weight`` replays what it does. Under a pipeline DeepSpeed knows no order of the
-    layers: it drops every weight after each use, small ones too.
+    Without a pipeline, a small weight stays whole and is gathered once, after the update. If the rank computes with no
+    more elements than DeepSpeed keeps, any other weight is gathered once for each micro-batch and kept from its forward
+    to its backward pass; else ``gathers_by_weight`` replays DeepSpeed's decisions. Under a pipeline DeepSpeed does not
+    know the order of the layers, and drops every weight after each use, small ones too.
     """
     small = {name for name in names if step.weights[name] <= step.sizes.persistent}
     if step.parallel.pp > 1:
@@ -181,10 +182,10 @@ def gathers_of(step: Step, names: Sequence[str]) -> Mapping[str, int]:
 
 
 def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
-    """Walks through what the schedule does with the weight's stage, as DeepSpeed's hooks see it.
+    """The number of gathers of one weight in a step with a pipeline, found by replaying the schedule of its stage.
 
     A forward pass gathers the weight and drops it. So does a backward pass, but of two in a row the second drops
-    nothing: the hook counts forward passes. Recomputation is a forward pass within a backward one.
+    nothing, because DeepSpeed's hook counts forward passes. Recomputation is a forward pass within a backward pass.
     """
     layer = step.tensors[name].layer
     stage = next(part.stage for part in step.parts if is_within(step, part, layer, name))
@@ -208,9 +209,9 @@ def _gathers_under_pipeline(step: Step, name: str, is_small: bool) -> int:
 
 
 def passes_of(step: Step, name: str) -> int:
-    """How often one micro-batch's forward pass goes through a weight's module on this rank.
+    """The number of times that one micro-batch's forward pass runs a weight's module on this rank.
 
-    Raises ValueError for an embedding that further tokens are looked up in and that is the head, too.
+    Raises ValueError for a tied embedding with multi-token prediction, which has no closed form.
     """
     if name == "embed.weight" and step.n_further and step.model.tie_embeddings:
         raise ValueError("ZeRO 3 with a pipeline, model.mtp and tied embeddings has no closed form")
@@ -228,12 +229,12 @@ def is_within(step: Step, part: Part, layer: int | None, name: str) -> bool:
 
 
 def is_end(part: Part, name: str) -> bool:
-    """Whether a weight outside the layers belongs to this stage (a tied weight: to the first of the rank's two)."""
+    """Whether a weight outside the layers belongs to this stage; a tied one belongs to the first of the rank's two."""
     return part.has_embedding if is_entry(name) and part.has_embedding else part.has_head
 
 
 def is_beyond_last(step: Step, layer: int | None, name: str) -> bool:
-    """Whether the weight is the bias after a dense layer's last matrix: recomputation ends before it."""
+    """Whether the weight comes after a dense layer's last matrix (its bias), where recomputation has already ended."""
     within = [each for each, tensor in step.tensors.items() if tensor.layer == layer]
     for number, each in enumerate(within):
         if step.tensors[each].weight.dims == ("d_model", "d_ff"):
@@ -243,10 +244,11 @@ def is_beyond_last(step: Step, layer: int | None, name: str) -> bool:
 
 
 def is_last_of_layer(step: Step, layer: int | None, name: str) -> bool:
-    """Whether the weight is the last that its layer uses: the backward pass begins with it, so it is there already.
+    """Whether the weight is the last that its layer uses, so that it is whole already when recomputation begins.
 
-    Experts never are: their output is put back among the padding, under ZeRO 3 where there is none, too, and that
-    saves a tensor, at which recomputation begins before their backward pass.
+    The backward pass begins with that weight. Experts never count: putting their output back among the padding
+    saves a tensor (under ZeRO 3 even where there is no padding), and recomputation begins there, before the experts'
+    backward pass.
     """
     width = "shared_d_ff" if layer in step.moe_layers else "d_ff"
     return step.tensors[name].weight.dims == ("d_model", width)

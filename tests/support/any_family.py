@@ -1,4 +1,4 @@
-"""Models of blocks that no family's class has together: a proof exports nothing."""
+"""Lets tests use models that no family's `transformers` class can express, where nothing is exported."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from launcher.config import rules
 
 @contextmanager
 def any_family() -> Iterator[None]:
-    """Refuses no model for what its family's class cannot express, from now on until it is left."""
+    """A context in which the config's rules refuse no model for what its family's class cannot express."""
     check = rules.check_family
     rules.check_family = lambda model: iter(())
     try:

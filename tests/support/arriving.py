@@ -1,4 +1,4 @@
-"""All-to-all of rows without other ranks, whose rows come when they are waited for and not before."""
+"""A stand-in for all-to-all in one process, whose rows arrive only when they are waited for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ AXIS = Axis(0, 2, (0, 1), None)  # no group: nothing is sent
 
 
 class Arriving:
-    """In place of all-to-all: the rows that are sent come back when they are waited for, and are not numbers before.
+    """Replaces all-to-all: the rows that are sent come back when they are waited for, and are NaN before.
 
-    What is sent to the other rank comes as if it were that one's, so each of our experts stands for two. ``more``: rows
-    that each rank sends to each expert, besides ours. ``never``: the number of an exchange, from 1, that nobody ends.
+    Rows sent to the other rank come back as if that rank had sent them, so each local expert stands for two. ``more``:
+    rows that each rank sends to each expert in addition. ``never``: the number, from 1, of an exchange that never ends.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, more: int = 0, never: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Arriving:
 
 
 class Work:
-    """One all-to-all under way."""
+    """The handle of one asynchronous all-to-all."""
 
     def __init__(self, end: Callable[[], Any]) -> None:
         self.wait = end

@@ -9,7 +9,7 @@ from parallel.zero.engine import Engine
 
 
 def see_another_document(plan: Plan) -> object:
-    """Each pass counts the targets of a whole sample besides its document's."""
+    """A fault: each pass counts the targets of a whole sample in addition to those of its document."""
     init, whole = AimedDataset.__init__, Part(0, 0, 24)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AimedDataset, "__init__", lambda self, dataset, parts: init(self, dataset, [*parts, whole]))
@@ -17,7 +17,7 @@ def see_another_document(plan: Plan) -> object:
 
 
 def keep_gradients(plan: Plan) -> object:
-    """What a pass leaves is applied, where it should be dropped."""
+    """A fault: the gradients of a pass are applied to the weights, where they should be discarded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "discard", lambda self: self.step(1e-3))
         return blame_here(plan)

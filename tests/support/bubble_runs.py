@@ -1,4 +1,4 @@
-"""A pipeline whose stages only wait, each pass as long as any other of its kind: the schedules' own idle time."""
+"""A pipeline whose stages only sleep, equally long in each pass of a kind, to measure a schedule's own idle time."""
 
 import time
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ SHAPE = (1, 2, 4)  # of the hidden states
 
 @dataclass
 class Waited:
-    """One rank's step: seconds from the first rank's start until its own end, and what its passes took."""
+    """The seconds that a step took on one rank, from the common start to its end, and the seconds of its passes."""
 
     whole: float
-    forward: float  # the sum of its waits
+    forward: float  # the sum of its sleeps
     backward: float
-    n_passes: int  # forward
+    n_passes: int  # forward passes
 
 
 class Log:
-    """What the waits of one step really took; a busy machine wakes sleepers late."""
+    """The seconds that the sleeps of one step really took, since a busy machine wakes processes late."""
 
     def __init__(self) -> None:
         self.forward = self.backward = 0.0
         self.n_passes = 0
 
     def wait(self, seconds: float, *, forward: bool) -> None:
-        """Sleeps, and adds how long it was."""
+        """Sleeps and adds the time that it really took."""
         began = time.perf_counter()
         time.sleep(seconds)
         taken = time.perf_counter() - began
@@ -43,7 +43,7 @@ class Log:
 
 
 class InputWait(torch.autograd.Function):
-    """The values themselves; the gradient of the input takes its time."""
+    """The identity, whose backward pass sleeps for ``seconds``."""
 
     @staticmethod
     def forward(ctx: Any, hidden_BSD: Tensor, seconds: float, log: Log) -> Tensor:
@@ -76,7 +76,7 @@ class WaitingStage(nn.Module):
 
 
 def run_waits(pipeline: PipelineConfig, pp: int, n_micro_batches: int, seconds: float) -> Waited:
-    """One step over real processes, after one without waits that opens the connections. All ranks call it."""
+    """One timed step over real processes, after one without sleeps that opens connections. All ranks call it."""
     import torch.distributed as dist
 
     from parallel.mesh import close_mesh, open_mesh

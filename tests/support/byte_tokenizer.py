@@ -1,4 +1,4 @@
-"""A tokenizer small enough for tests."""
+"""A byte-level tokenizer small enough for tests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def save_byte_tokenizer(folder: Path) -> int:
-    """Saves a tokenizer of EOS (id 0) and the 256 bytes, a character may take several tokens; returns its size."""
+    """Saves a tokenizer of EOS (id 0) and the 256 bytes, without merges; returns its vocabulary's size."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -36,14 +36,14 @@ CALLING = CHATML.replace(  # tools and calls are written as JSON
 
 
 def messages(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """User and assistant in turn."""
+    """Messages with these contents, alternately of user and assistant, after a ``system`` message if given."""
     roles = ("user", "assistant") * len(contents)
     said = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     return said if system is None else [{"role": "system", "content": system}, *said]
 
 
 def calling(name: str, **arguments: Any) -> dict[str, Any]:
-    """A record in which the assistant calls a tool of this name and these arguments."""
+    """A chat record in which the assistant calls the tool ``name`` with these arguments."""
     properties = {each: {"type": "string"} for each in arguments}
     function = {"name": name, "parameters": {"type": "object", "properties": properties}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
@@ -52,7 +52,7 @@ def calling(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> int:
-    """Saves a tokenizer of the bytes, some merges and SPECIAL; returns how many ids it has."""
+    """Saves a tokenizer of the bytes, some merges and SPECIAL; returns its vocabulary's size."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,13 +69,13 @@ def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> int:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    """A jsonl file of these records."""
+    """Writes these records to a jsonl file; returns its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def chat_config(folder: Path, path: Path | str, **more: Any) -> DataConfig:
-    """One source of chats, with the tokenizer in ``folder``/tokenizer."""
+    """A data config with one source of chats, ``path``, and the tokenizer in ``folder``/tokenizer."""
     source = {name: more.pop(name) for name in ("max_bad_share",) if name in more}
     data = {name: more.pop(name) for name in ("packing", "seq_len", "shard_bytes", "workers") if name in more}
     return DataConfig(

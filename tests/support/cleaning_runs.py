@@ -1,4 +1,4 @@
-"""Corpora for cleaning: documents with planted copies, hostile texts, a small tokenizer; and a run that is killed."""
+"""Corpora for tests of data cleaning, and a preparation in a process that can be killed at random moments."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ COMMON = ["the", "of", "and", "to", "that", "with", "have", "be", "a", "in", "is
 
 
 def make_texts(n: int, seed: int = 0, n_words: int = 80) -> list[str]:
-    """Texts that Gopher's rules keep: sentences of made-up words and common ones."""
+    """Texts that Gopher's quality rules keep: sentences of made-up words and common ones."""
     draw = random.Random(seed)
     vocabulary = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 9))) for _ in range(3000)]
     texts = []
@@ -80,7 +80,10 @@ class Preparation:
         self.config.write_text(json.dumps(tree))  # JSON is YAML
 
     def run(self, seconds: float | None) -> bool:
-        """Whether it ended by itself within so many seconds; else it is killed."""
+        """Runs it; returns whether it ended by itself within ``seconds`` (None: no limit), else it was killed.
+
+        Raises AssertionError where its workers outlive it, or it fails.
+        """
         command = [sys.executable, str(self.script), str(self.config)]
         process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
         try:
@@ -101,9 +104,10 @@ class Preparation:
 
 
 def kill_at_random(folder: Path, config: DataConfig, n_kills: int, seed: int) -> int:
-    """Kills preparation so often at random moments; each that ends is compared with the first. How many ended between.
+    """Kills the preparation ``n_kills`` times at random moments; returns how often it ended before its kill.
 
-    ``config.token_dir`` must not exist yet. Raises AssertionError where bytes differ.
+    Each run that ends must have written the same bytes as an undisturbed one. ``config.token_dir`` must not exist yet.
+    Raises AssertionError where bytes differ.
     """
     draw, token_dir = random.Random(seed), Path(config.token_dir)
     preparation = Preparation(folder, config)

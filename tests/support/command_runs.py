@@ -1,4 +1,4 @@
-"""Runs of the real command on small configs: writing the config, starting, waiting for a step, reading the rows."""
+"""Helpers to run the real command on small configs: write the config, start, wait for a step, read the rows."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def command(config: Path, ranks: int, *overrides: str) -> list[str]:
 
 
 def train(config: Path, ranks: int, *overrides: str) -> list[dict]:
-    """Does what the command does, to its end; returns the rows of updates."""
+    """Trains as `roundtable train` does, to the end; returns the rows of updates."""
     assert start_training(config, overrides, ranks) == 0
     return updates(config)
 
@@ -56,7 +56,10 @@ def ledger(config: Path) -> list[dict]:
 
 
 def same_events_in_wandb(run_dir: Path) -> set[str]:
-    """The names of all events of a run that was started once, which its W&B file holds as metrics.jsonl does."""
+    """Asserts that W&B's file of a run has the same events as metrics.jsonl; returns their names.
+
+    The run must have been started once.
+    """
     (path,) = wandb_files(run_dir)
     rows = read_metrics(run_dir / "metrics.jsonl")
     logged, written = ([row for row in each if "event" in row] for each in (read_history(path), rows))
@@ -65,7 +68,7 @@ def same_events_in_wandb(run_dir: Path) -> set[str]:
 
 
 def with_nan_as_text(row: dict) -> dict:
-    """So that a NaN is equal to itself."""
+    """The row with NaN and infinities as strings, so that two rows with a NaN can be equal."""
     return json.loads(json.dumps(row), parse_constant=str)
 
 

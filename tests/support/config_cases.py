@@ -1,4 +1,4 @@
-"""What tests of the config's rules are made of: small models of all families, and a case for each rule."""
+"""Cases for tests of the config's rules: a small model of each family, and a violation of each rule."""
 
 import json
 import re
@@ -35,7 +35,7 @@ BASES = {name: base(name) for name in FAMILIES}
 
 
 def names(section: str, *, have: bool) -> str:
-    """The families whose class has the part of a model, or has not, as messages list them."""
+    """The families whose class has (or lacks) the part ``section`` of a model, listed as in messages."""
     return join_or([name for name in FAMILIES if family_of(name).has(section) == have])
 
 
@@ -45,7 +45,7 @@ HAVE_MTP = names("mtp", have=True)
 
 TIED = "(a head that is the embedding's weight can neither be smaller than that nor learn more slowly)"
 
-# Base, what is changed, processes, the line, and the change that the line's remedy names.
+# Base, overrides, number of processes, the expected message, and an override that its remedy names.
 CASES = [
     ("llama", "model.family=none model.max_positions=2048", 1, "model.max_positions=2048 changes nothing where model.positions=rope; try model.max_positions=null", "model.max_positions=null"),
     ("llama", "model.family=none model.positions=learned data.seq_len=32", 1, "model.max_positions=null is not possible where model.positions=learned (it needs rows); try 1024", "model.max_positions=1024"),
@@ -229,18 +229,18 @@ CASES = [
 
 
 def split_overrides(text: str) -> list[str]:
-    """The overrides of a case: parted by blanks, but for those in a mapping."""
+    """The overrides of a case, split at spaces that are not within braces."""
     return re.split(r" (?![^{]*})", text)
 
 
 def is_integer(key: str) -> bool:
-    """Whether a key, or each item of its list, takes integers alone."""
+    """Whether a key, or each item of its list, takes only integers."""
     hint = hint_at(RunConfig, key.split("."))
     return float not in members(item_hint(hint) or hint)
 
 
 def assert_sound(config: RunConfig, world_size: int) -> None:
-    """What later code takes for granted."""
+    """Asserts the properties of a valid config that later code relies on."""
     train, model = config.train, config.model
     assert train.global_batch_size % (world_size * train.micro_batch_size) == 0
     assert train.global_batch_size > 0
@@ -260,7 +260,7 @@ def assert_sound(config: RunConfig, world_size: int) -> None:
 
 
 def loader(folder: Path) -> Callable[..., RunConfig]:
-    """Makes a config of overrides alone; its empty file lies in the folder."""
+    """A function that makes a config of overrides alone; the empty config file that it loads lies in ``folder``."""
     path = folder / "empty.yaml"
     path.write_text("")
     return lambda *overrides: load_config(path, overrides)

@@ -1,4 +1,4 @@
-"""The ranges of the config's numbers by dotted key, and what is wrong with them."""
+"""The ranges of the config's numbers by dotted key, and a check that each number has one whole range."""
 
 from collections.abc import Iterator
 

@@ -18,7 +18,7 @@ TEXTS = st.sampled_from(
 
 
 def values(hint: Any, integers: st.SearchStrategy[int] = INTEGERS) -> st.SearchStrategy[Any]:
-    """Any value that ``hint`` allows, sensible or not, its integers of ``integers``."""
+    """Any value that the type hint allows, sensible or not; integers are drawn from ``integers``."""
     return st.one_of([_member_values(member, integers) for member in members(hint)])
 
 
@@ -35,7 +35,7 @@ def _member_values(member: Any, integers: st.SearchStrategy[int]) -> st.SearchSt
 
 
 def _field(section: type, name: str, integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
-    """Any value of a field, its numbers at the ends of their range and just outside more often than by chance."""
+    """Any value of a field; numbers are often at the ends of their range or just outside."""
     limits = ranges(section).get(name)
     return values(field_hints(section)[name], integers | _ends(limits) if limits and integers is INTEGERS else integers)
 
@@ -46,5 +46,5 @@ def _ends(limits: Range) -> st.SearchStrategy[int]:
 
 
 def configs(integers: st.SearchStrategy[int] = INTEGERS) -> st.SearchStrategy[RunConfig]:
-    """Any config of the right types, sensible or not."""
+    """Any config whose values have the right types, sensible or not."""
     return values(RunConfig, integers)

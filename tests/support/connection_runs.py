@@ -1,4 +1,4 @@
-"""What a process of a job keeps open, and what goes over rank 0's store: real groups of gloo, small and many."""
+"""Counts the sockets of a job's processes and the bytes over rank 0's store, in real gloo groups."""
 
 import math
 import os
@@ -23,22 +23,26 @@ from parallel.processes.waits import Waits
 
 SECONDS = 120
 WORLD_GROUPS = 2  # of gloo, over all ranks: Mesh.control and the saver's
-BYTES_OF_A_PEER = 500  # that a rank exchanges with the store for each peer: 430 with 24 ranks (torch 2.13)
-BYTES_OF_A_NUMBER = 8  # that each rank writes for each other where all connect to all, and each other reads
+BYTES_OF_A_PEER = 500  # bytes that a rank exchanges with the store for each peer: 430 with 24 ranks (torch 2.13)
+BYTES_OF_A_NUMBER = 8  # bytes that each rank writes for each other, and each other reads, where all connect to all
 
 
 @dataclass
 class Counts:
-    """Of one rank."""
+    """The counts of one rank, and the limits that they are compared with."""
 
     sockets: int
-    told: int  # what ``most_connections`` says
-    bytes_of_groups: int  # over the store while both groups were made and used; of all ranks
-    bytes_told: int  # what ``store_bytes`` says
+    told: int  # the limit by ``most_connections``
+    bytes_of_groups: int  # over the store while both groups were made and used; of all ranks together
+    bytes_told: int  # the limit by ``store_bytes``
 
 
 def count_connections(folder: str, on_demand: bool) -> Counts:
-    """Joins the world as ``open_mesh`` does, with the saver's group and the watchdog's wires; uses all of them."""
+    """Joins the job as ``open_mesh`` does, with the saver's group and the watchdog's connections, and counts.
+
+    All ranks call it; each group and kind of collective is used once before counting. ``folder`` is shared by the
+    ranks. ``on_demand``: connections are opened on demand even between few ranks.
+    """
     if on_demand:
         connections.FULL_MESH_RANKS = 1
     rank, world_size = number("RANK"), number("WORLD_SIZE")
@@ -86,14 +90,14 @@ def store_bytes(world_size: int) -> int:
 
 
 def _peers(world_size: int) -> int:
-    """With how many others a rank talks in one group of all ranks, beside a gathering to rank 0."""
+    """The number of other ranks that a rank talks to in one group of all ranks, besides a gather to rank 0."""
     if world_size <= connections.FULL_MESH_RANKS:
         return world_size - 1
     return 2 * math.ceil(math.log2(world_size))
 
 
 def use(group: dist.ProcessGroup, world_size: int) -> None:
-    """Every kind of collective that these groups see."""
+    """Runs each kind of collective that a job runs over these groups."""
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, dist.get_rank(), group=group)
     dist.broadcast_object_list([everyone], src=0, group=group)
@@ -101,12 +105,12 @@ def use(group: dist.ProcessGroup, world_size: int) -> None:
 
 
 def open_sockets() -> int:
-    """This process's sockets."""
+    """The number of sockets that this process has open."""
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself, closed since
             continue
     return found
 
@@ -115,7 +119,7 @@ _bytes: list[int] = [0]
 
 
 def through_proxy(folder: Path, rank: int, world_size: int) -> Any:
-    """The job's store; what other ranks than 0 read and write there passes through rank 0's counter."""
+    """The job's store; ranks other than 0 reach it through a proxy in rank 0 that counts their bytes."""
     port = folder / "port"
     if rank == 0:
         store = store_of_next_group(SECONDS)
@@ -150,9 +154,10 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def collectives_of_a_step(config: RunConfig, over_control: bool) -> dict[str, int]:
-    """Collectives of the second step, by whether all ranks' own gloo group made them, on a mesh as CUDA has it.
+    """The number of collectives in the second step that run over the control group, and of all others.
 
-    ``over_control`` plants the fault: sums over ranks go over that group.
+    As on CUDA, the control group is a gloo group of its own. ``over_control`` plants a fault: sums over ranks go over
+    that group.
     """
     from data.dataset import open_dataset
     from launcher.training.loop import build_engine, run_step
@@ -177,7 +182,7 @@ def collectives_of_a_step(config: RunConfig, over_control: bool) -> dict[str, in
 
 
 def plant_control(group: dist.ProcessGroup) -> None:
-    """Sums over ranks go over this group."""
+    """Plants the fault that sums over ranks go over ``group``."""
     import launcher.training.step as step
 
     def over_control(values: Tensor, mesh: Mesh) -> Tensor:

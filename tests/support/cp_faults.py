@@ -1,4 +1,4 @@
-"""Faults of context parallelism that tests plant in a rank's own process, to see the checks fail."""
+"""Faults of context parallelism that tests plant in a rank's own process, to see that the checks fail."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def plant(fault: str | None) -> None:
             )
         case "key gradients stay abroad":
             ring.send_gradient_on = lambda found, receive, axis: lambda: torch.zeros_like(found)
-        case "key gradients one rank short":  # what earlier ranks found for the same block is lost on the way
+        case "key gradients one rank short":  # the gradients that earlier ranks found for the same block are lost
 
             def forget(found: Tensor, receive: Any, axis: Any) -> Any:
                 if receive is not None:
@@ -86,7 +86,7 @@ def plant(fault: str | None) -> None:
             def without_slope(*arguments: Any) -> Any:
                 scores, cap = blocks._scores, arguments[7]
                 blocks._scores = lambda q, k, _: scores(q, k, cap)
-                found = backward(*arguments[:7], 1e9 * cap)  # so far above the scores that none is held back
+                found = backward(*arguments[:7], 1e9 * cap)  # so far above the scores that the cap changes none
                 blocks._scores = scores
                 return found
 

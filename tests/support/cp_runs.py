@@ -11,12 +11,12 @@ from modeling.context import PADDING, Context
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
 
 D_HEAD = 8
-HELD = ("out", "dq", "dk", "dv")  # what each rank has for its positions
+HELD = ("out", "dq", "dk", "dv")  # tensors of which each rank has its own positions
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem over whole sequences; its tensors are a function of its fields."""
+    """One attention problem over whole sequences; its tensors are determined by its fields."""
 
     rows: tuple[tuple[int, ...], ...]  # for each row of the batch, the documents' lengths; a negative one is padding
     n_heads: int = 4
@@ -25,18 +25,18 @@ class Case:
     window: int | None = None
     seed: int = 0
     dtype: torch.dtype = torch.float32
-    changed_document: int | None = None  # the document of row 0 whose tokens are other ones
+    changed_document: int | None = None  # the document of row 0 whose tokens are replaced by others
     tile: int = 1024
     has_slopes: bool = False
     has_sinks: bool = False
     has_bias: bool = False
     cap: float | None = None
-    by_pieces: bool = False  # ring attention as where a kernel for various lengths does it, by that kernel's formula
+    by_pieces: bool = False  # ring attention by pieces, as with a variable-length kernel, whose formula is used
 
     def terms(self) -> ScoreTerms:
-        """Sinks and bias are leaves that want their gradients; one of the sinks is above most scores.
+        """The case's score terms; sinks and bias are leaves that require gradients, one sink above most scores.
 
-        There are slopes or a bias, not both. Distances of short documents fall in several buckets of each kind.
+        There are slopes or a bias, not both. Distances within short documents fall in several buckets of each kind.
         """
         alibi = Alibi(self.n_heads, range(self.n_heads)) if self.has_slopes and not self.has_bias else None
         sinks_H = torch.linspace(-2, 3, self.n_heads).requires_grad_() if self.has_sinks else None
@@ -55,7 +55,7 @@ class Case:
         return Context(torch.tensor(positions), documents_BN, has_padding=bool((documents_BN == PADDING).any()))
 
     def at_tokens(self, out: Tensor) -> Tensor:
-        """The output (B, N, ...) or its gradient, zero in padding: nobody looks at what padding attends to."""
+        """The output (B, N, ...) or its gradient with zeros in padding, where results are not defined."""
         is_padding_BN = self.context().documents_BS == PADDING
         return out.masked_fill(is_padding_BN.view(*is_padding_BN.shape, *[1] * (out.dim() - 2)), 0)
 
@@ -84,7 +84,7 @@ class Answer:
 
 
 def reference(case: Case) -> Answer:
-    """One process, by the formula, in fp32 on the same (rounded) inputs."""
+    """The exact answer: one process, by the formula of attention, in fp32 on the same (rounded) inputs."""
     from kernel_references import attend_reference
 
     *heads, grad = (tensor.float() for tensor in case.tensors())
@@ -95,7 +95,7 @@ def reference(case: Case) -> Answer:
 
 
 def gradients(out: Tensor, heads: list[Tensor], terms: ScoreTerms, grad: Tensor) -> dict[str, Tensor]:
-    """By the queries, keys, values, sinks and the bias."""
+    """The gradients of the output by queries, keys and values, and by sinks and bias where there are any."""
     leaves = {"dq": heads[0], "dk": heads[1], "dv": heads[2]}
     if terms.sinks_H is not None:
         leaves["dsinks"] = terms.sinks_H
@@ -105,7 +105,10 @@ def gradients(out: Tensor, heads: list[Tensor], terms: ScoreTerms, grad: Tensor)
 
 
 def run_cases(kind: str, cases: Sequence[Case], cp: int, *, n_axes: int = 1, fault: str | None = None) -> list[Answer]:
-    """The cases on ``n_axes`` cp axes at once, interleaved (rank = cp_rank * n_axes + axis), which must agree."""
+    """The answers to the cases on ``n_axes`` cp axes at once, which must agree bit for bit.
+
+    The axes are interleaved: rank = cp_rank * n_axes + axis. ``fault``: a fault of ``cp_faults`` to plant.
+    """
     from parallel.context_parallel.part import natural_order
     from parallel.processes.start import run_ranks
 
@@ -157,7 +160,7 @@ def attend_rank(
 
 
 def open_axis(cp: int) -> Any:
-    """This process's cp axis of ``cp`` interleaved ranks of the world, so that ranks and places differ."""
+    """This process's cp axis of ``cp`` interleaved ranks of the world, so that global and cp ranks differ."""
     import os
 
     import torch.distributed as dist
@@ -196,7 +199,7 @@ def count_bytes() -> list[int]:
 def errors(ours: Answer, exact: Answer) -> dict[str, float]:
     """Each tensor's distance (2-norm), relative to its own norm; gradients relative to the largest gradient's norm.
 
-    The latter because a gradient may vanish: of a query that sees one key only, dq is zero, and rounding.
+    Gradients are compared with the largest because one may vanish: dq of a query that sees one key is only rounding.
     """
     gradient = max(float(exact.tensors[name].norm()) for name in ("dq", "dk", "dv")) or 1.0  # padding alone has none
     scales = {"out": float(exact.tensors["out"].norm()) or 1.0, "dq": gradient, "dk": gradient, "dv": gradient}
@@ -209,7 +212,7 @@ def errors(ours: Answer, exact: Answer) -> dict[str, float]:
 
 
 def worst(answers: Sequence[Answer], references: Sequence[Answer]) -> dict[str, float]:
-    """Over all cases, the largest error of each tensor (NaN counts as infinite)."""
+    """Each tensor's largest error over all cases (NaN counts as infinite)."""
     found = [errors(ours, exact) for ours, exact in zip(answers, references, strict=True)]
     return {
         name: max(float("inf") if error[name] != error[name] else error[name] for error in found if name in error)
@@ -218,7 +221,7 @@ def worst(answers: Sequence[Answer], references: Sequence[Answer]) -> dict[str, 
 
 
 def layer(case: Case) -> Any:
-    """An attention layer for the case's heads; its weights are a function of the seed."""
+    """An attention layer with the case's heads; its weights are determined by the case's seed."""
     from modeling.attention import GroupedQueryAttention
     from modeling.config import ModelConfig
 
@@ -245,7 +248,7 @@ def layer_tensors(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def layer_reference(case: Case) -> dict[str, Tensor]:
-    """One process: the output, the input's gradient and each weight's."""
+    """The layer's output, its input's gradient and each weight's gradient, on one process."""
     exact = layer_results(layer(case), *layer_tensors(case), case.context())
     return exact | {"out": case.at_tokens(exact["out"])}
 
@@ -259,7 +262,10 @@ def layer_results(attention: Any, hidden_BSD: Tensor, grad_BSD: Tensor, context:
 
 
 def run_layer(kind: str, case: Case, cp: int) -> dict[str, Tensor]:
-    """The same on ``cp`` ranks, put together: positions in natural order, weights' gradients summed."""
+    """The layer's output and gradients on ``cp`` ranks, merged.
+
+    Positions are put in natural order and weights' gradients summed over the ranks.
+    """
     from parallel.context_parallel.part import natural_order
     from parallel.processes.start import run_ranks
 

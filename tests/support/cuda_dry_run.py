@@ -1,4 +1,4 @@
-"""A dry run of CUDA, in a process of its own: see fake_cuda/dry_run.py. Says why where there can be none."""
+"""Runs fake_cuda/dry_run.py, a training on a fake CUDA device, in this process; prints why where it cannot run."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from launcher.estimate.device import NoShim, open_device
 
 
 def main() -> None:
-    """Makes the device before anything imports torch, and runs."""
+    """Opens the fake device before anything imports torch, and starts the dry run."""
     try:
         open_device()
     except NoShim as error:

@@ -1,4 +1,4 @@
-"""Every way in which a checkpoint's files go wrong, and what a restart makes of each."""
+"""Damages a checkpoint's files in every way, and checks that a restart detects it and goes back to the one before."""
 
 import os
 import random
@@ -27,15 +27,15 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that happens to the newest checkpoint. ``files`` may be blamed: one of them must be."""
+    """One damage to the newest checkpoint; the restart's warning must name one of ``files``."""
 
     name: str
     files: tuple[str, ...]
-    do: Callable[[Path], object]  # with the folder of checkpoints
+    do: Callable[[Path], object]  # called with the folder of checkpoints
 
 
 def save_two_steps(config: RunConfig, folder: Path) -> None:
-    """Two checkpoints of this run in folder/own, two of another seed in folder/other. All ranks call it."""
+    """Saves two checkpoints of this run in folder/own, and two of another seed in folder/other. All ranks call it."""
     mesh = open_mesh(config.parallel, TIMEOUT_SECONDS)
     engine = build_engine(config, mesh)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
@@ -49,7 +49,10 @@ def save_two_steps(config: RunConfig, folder: Path) -> None:
 
 
 def all_damages(folder: Path, n_flips: int, seed: int = 0) -> Iterator[Damage]:
-    """Every damage of every file of folder/own's newest checkpoint, at random places where there is a choice."""
+    """Every kind of damage to every file of folder/own's newest checkpoint, at random offsets drawn from ``seed``.
+
+    ``n_flips``: the number of flipped bits that are tried in each file.
+    """
     draw = random.Random(seed)
     victim = folder / "own" / VICTIM
     files = sorted(path.relative_to(victim).as_posix() for path in victim.rglob("*") if path.is_file())
@@ -79,7 +82,7 @@ def all_damages(folder: Path, n_flips: int, seed: int = 0) -> Iterator[Damage]:
 
 
 def replaced(folder: Path, file: str, source: str, files: list[str]) -> Iterator[Damage]:
-    """The file of another checkpoint in its place. A foreign manifest may blame the shards that it does not fit."""
+    """The file replaced by that of another checkpoint; with a foreign manifest any of the files may be blamed."""
     own, foreign = folder / "own" / VICTIM / file, folder / source / file
     if own.read_bytes() != foreign.read_bytes():
         blamed = tuple(files) if file == "manifest.json" else (file,)
@@ -88,7 +91,7 @@ def replaced(folder: Path, file: str, source: str, files: list[str]) -> Iterator
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of one file."""
+    """Flips one bit of one file."""
 
     file: str
     bit: int
@@ -102,7 +105,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Cut:
-    """The end of a file is missing."""
+    """Cuts off a file after ``length`` bytes."""
 
     file: str
     length: int
@@ -114,7 +117,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Overwrite:
-    """A disk's block came back as something else: every byte of it is another."""
+    """Changes every byte of one block of a file, as where a disk returns other contents."""
 
     file: str
     start: int
@@ -129,7 +132,7 @@ class Overwrite:
 
 @dataclass(frozen=True)
 class Append:
-    """One byte more than there was."""
+    """Appends one byte to a file."""
 
     file: str
 
@@ -140,7 +143,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Delete:
-    """The file is gone."""
+    """Deletes a file."""
 
     file: str
 
@@ -150,7 +153,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Instead:
-    """Something else of the file's name; what a link leads to is the file itself."""
+    """Replaces a file by a folder, a pipe, or a link to the file itself."""
 
     file: str
     kind: str
@@ -169,7 +172,7 @@ class Instead:
 
 @dataclass(frozen=True)
 class Reseal:
-    """A manifest that somebody has changed, with the right hash."""
+    """Changes the manifest's contents and writes it with the right hash."""
 
     change: Callable[[dict[str, Any]], object]
 
@@ -178,25 +181,25 @@ class Reseal:
 
 
 def forget_shard(body: dict[str, Any]) -> None:
-    """No hash of it any more."""
+    """Removes a shard's entry, and so its hash, from the manifest."""
     del body["files"]["shard-00001.safetensors"]
 
 
 def forget_tensor(body: dict[str, Any]) -> None:
-    """A certificate that holds, of a model that has one tensor less."""
+    """Removes a tensor from the manifest, which stays consistent but is that of another model."""
     del body["tensors"]["embed.weight"]
     body["kinds"] = {kind: [name for name in names if name != "embed.weight"] for kind, names in body["kinds"].items()}
     body["cuts"] = [cut for cut in body["cuts"] if cut["name"] != "embed.weight"]
 
 
 def leave_folder(body: dict[str, Any]) -> None:
-    """A path to somewhere else."""
+    """Renames a shard in the manifest to a path outside of the checkpoint's folder."""
     body["files"]["../shard"] = body["files"].pop("shard-00001.safetensors")
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Another file's content, with the time stamps of the one that was there."""
+    """Replaces a file by the content of ``source``, with the time stamps of ``times``."""
 
     file: str
     source: Path
@@ -210,7 +213,7 @@ class Replace:
 
 @dataclass(frozen=True)
 class Swap:
-    """Two files under each other's names."""
+    """Exchanges the names of two files."""
 
     file: str
     other: str
@@ -224,7 +227,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Rename:
-    """A good checkpoint under a step's name that is not its own."""
+    """Puts the undamaged checkpoint of an earlier step under the name of the newest."""
 
     def __call__(self, checkpoints: Path) -> None:
         shutil.rmtree(checkpoints / VICTIM)
@@ -233,7 +236,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Empty:
-    """Names without files, as after a crash of a file system."""
+    """Leaves the checkpoint's folder without files, as after a crash of a file system."""
 
     def __call__(self, checkpoints: Path) -> None:
         shutil.rmtree(checkpoints / VICTIM)
@@ -241,9 +244,9 @@ class Empty:
 
 
 def restart_after(config: RunConfig, folder: Path, damages: list[Damage], skip_hashes: bool = False) -> list[str]:
-    """Each damage done to a copy, then a restart; what is not as it must be, one line each. All ranks call it.
+    """Damages a copy of the checkpoints in each way and restarts from it; returns a line for each wrong reaction.
 
-    ``skip_hashes`` plants the fault that a drill is to see: loading trusts the files' sizes.
+    All ranks call it. ``skip_hashes`` plants a fault that the drill must detect: loading checks only file sizes.
     """
     if skip_hashes:
         trust_sizes()
@@ -266,7 +269,10 @@ def restart_after(config: RunConfig, folder: Path, damages: list[Damage], skip_h
 
 
 def judge(damage: Damage, state: TrainState, warnings: list[str], copy: Path) -> list[str]:
-    """What a restart did wrong."""
+    """A line for each thing that the restart did wrong.
+
+    It must load the step before, warn once, naming a damaged file, and set the damaged checkpoint aside.
+    """
     problems = []
     if state.step != 1:
         problems.append(f"step {state.step} was loaded")
@@ -283,7 +289,7 @@ def mesh_barrier(mesh: Mesh) -> None:
 
 
 def trust_sizes() -> None:
-    """Breaks hashing on purpose: every file has the hash that is expected of it."""
+    """Plants the fault that shards are loaded without comparing their hashes."""
     from parallel.checkpoint.scatter import ShardReader
 
     read = ShardReader.read
@@ -291,7 +297,7 @@ def trust_sizes() -> None:
 
 
 def drill(config: RunConfig, n_ranks: int, folder: Path, damages: list[Damage], skip_hashes: bool = False) -> list[str]:
-    """``restart_after`` on ``n_ranks`` processes; what any rank found."""
+    """Runs ``restart_after`` on ``n_ranks`` processes; returns the lines that any rank found, each once."""
     found = run_ranks(
         restart_after, n_ranks, config, folder, damages, skip_hashes, timeout_seconds=TIMEOUT_SECONDS, threads=1
     )

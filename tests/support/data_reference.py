@@ -1,4 +1,4 @@
-"""The data's rules written out in plain Python, one token at a time: what data/ is compared with."""
+"""A reference implementation of samples and batches in plain Python, one token at a time, to compare data/ with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ARRAYS = ("tokens_BS", "targets_BS", "positions_BS", "documents_BS")
 
 @dataclass
 class Arrays:
-    """A batch as it must be, or as a fault has it."""
+    """The arrays of a batch, as they must be or with a planted fault."""
 
     tokens_BS: np.ndarray
     targets_BS: np.ndarray
@@ -25,12 +25,12 @@ class Arrays:
 
     @classmethod
     def changed(cls, batch: "Batch | Arrays", change: Callable[[np.ndarray], np.ndarray]) -> "Arrays":
-        """The batch with each array changed."""
+        """The batch with ``change`` applied to each array."""
         return cls(*(change(getattr(batch, name)) for name in ARRAYS))
 
 
 def write_token_file(prefix: Path, documents: Documents, dtype: type = np.uint16) -> Path:
-    """A token file of these documents, one sequence each."""
+    """Writes a token file of these documents, one sequence each; returns its prefix."""
     writer = TokenFileWriter(prefix, np.dtype(dtype))
     for document in documents:
         writer.add(document)
@@ -39,7 +39,10 @@ def write_token_file(prefix: Path, documents: Documents, dtype: type = np.uint16
 
 
 def write_foreign_file(prefix: Path, documents: Sequence[Documents], dtype: type = np.uint16, code: int = 8) -> Path:
-    """A token file as another program would write it: each document holds any number of sequences."""
+    """Writes a token file as another program would, where a document holds any number of sequences; returns its prefix.
+
+    ``code`` is the dtype's number in the index.
+    """
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     itemsize = np.dtype(dtype).itemsize
@@ -82,14 +85,14 @@ def _slow_sample(window: list[tuple[int, int]], seq_len: int) -> dict[str, list[
 
 
 def slow_batch(samples: Sequence[dict[str, list[int]]], seq_len: int) -> Arrays:
-    """The samples as a batch."""
+    """The samples stacked to a batch, with the dtypes that data/ gives."""
     dtypes = {"tokens_BS": np.int64, "targets_BS": np.int64, "positions_BS": np.int32, "documents_BS": np.int32}
     columns = {name: [sample[name] for sample in samples] for name in dtypes}
     return Arrays(**{n: np.array(columns[n], dtype).reshape(len(samples), seq_len) for n, dtype in dtypes.items()})
 
 
 def assert_same(actual: Batch | Arrays, expected: Batch | Arrays) -> None:
-    """All four arrays agree in dtype, shape and every element."""
+    """Asserts that all four arrays agree in dtype, shape and every element."""
     for name in ARRAYS:
         a, b = getattr(actual, name), getattr(expected, name)
         assert a.dtype == b.dtype, name

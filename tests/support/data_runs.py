@@ -1,4 +1,4 @@
-"""Runs of the real loop whose ranks write down the tokens that each step is given."""
+"""Runs of the real training loop whose ranks record the tokens that each step is given."""
 
 import dataclasses
 import json
@@ -15,7 +15,10 @@ from parallel.processes.start import run_ranks
 
 
 def one_source_run(config: RunConfig, folder: Path, name: str, degrees: dict[str, int], **data: Any) -> RunConfig:
-    """The config as a run FOLDER/NAME on FOLDER/a, with a checkpoint every two steps. ``data``: changes of its keys."""
+    """The config for a run in FOLDER/NAME on the data FOLDER/a, with a checkpoint every two steps.
+
+    ``degrees`` are those of ``parallel``; ``data``: further changes to keys of the data section.
+    """
     return dataclasses.replace(
         config,
         name=name,
@@ -28,9 +31,9 @@ def one_source_run(config: RunConfig, folder: Path, name: str, degrees: dict[str
 
 
 def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int, changed: Any = ()) -> list[Any]:
-    """Starts the run on so many ranks; returns their exit codes. Each rank adds to a file of its own in ``folder``.
+    """Starts the run on ``n_ranks`` ranks; returns their exit codes. Each rank appends to its own file in ``folder``.
 
-    ``changed``: what the start changes of the run's config, as ``check_resume`` says.
+    ``changed``: the changes to the run's config that the start makes, as ``check_resume`` returns them.
     """
     with claim(config):
         options = {"timeout_seconds": 240, "threads": 1, "preload": ["launcher.training.loop"]}
@@ -38,7 +41,7 @@ def run_recorded(folder: Path, plan: Plan, config: Any, n_ranks: int, changed: A
 
 
 def train_recorded(folder: Path, plan: Plan, config: Any, changed: Any = ()) -> Any:
-    """One rank."""
+    """One rank of ``run_recorded``: trains, and appends each step's rows of tokens to FOLDER/rank-N.jsonl."""
     import launcher.training.loop as loop
     import launcher.training.step as step
 
@@ -65,7 +68,7 @@ def train_recorded(folder: Path, plan: Plan, config: Any, changed: Any = ()) -> 
 
 
 def tokens_of_steps(folder: Path) -> dict[int, Counter[int]]:
-    """How often each token was given to any rank, by step, padding left out."""
+    """Step -> how often each token was given to any rank, without padding."""
     given: dict[int, Counter[int]] = {}
     for path in folder.glob("rank-*.jsonl"):
         for line in path.read_text().splitlines():
@@ -75,7 +78,7 @@ def tokens_of_steps(folder: Path) -> dict[int, Counter[int]]:
 
 
 def given_rows(folder: Path) -> dict[int, list[list[int]]]:
-    """The rows of tokens that each step was given at last, by any rank, in no order."""
+    """Step -> the rows of tokens that all ranks were given when it was last executed, in no particular order."""
     given: dict[int, list[list[int]]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         own: dict[int, list[list[int]]] = {}

@@ -1,4 +1,4 @@
-"""A folder's model as accelerate's `load_checkpoint_and_dispatch` fills it. Imports nothing of Roundtable's."""
+"""Loads a model folder by accelerate's `load_checkpoint_and_dispatch`. Imports nothing of Roundtable's."""
 
 import logging
 from pathlib import Path
@@ -11,9 +11,9 @@ from warnings_seen import Messages
 
 
 def dispatched(folder: Path, tokens_BS: Tensor, **options: Any) -> tuple[Tensor | None, list[str]]:
-    """The logits (B, S, V) of an empty model filled from the folder's files; None where a weight stays empty.
+    """The logits (B, S, V) of an empty model filled from the folder's files, and accelerate's warnings.
 
-    And what accelerate warned of. ``options`` are ``from_config``'s.
+    The logits are None where a weight stays empty. ``options`` are passed to ``from_config``.
     """
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +27,7 @@ def dispatched(folder: Path, tokens_BS: Tensor, **options: Any) -> tuple[Tensor 
     model.tie_weights()
     try:
         model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()
-    except (NotImplementedError, ValueError):  # it moves what is empty; a name without a module
+    except (NotImplementedError, ValueError):  # an empty weight is moved; a name has no module
         return None, messages.messages
     finally:
         logger.removeHandler(messages)

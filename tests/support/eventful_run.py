@@ -1,7 +1,8 @@
-"""A run to whom everything happens: crashes, other layouts and batch sizes, a batch that is skipped, a rollback.
+"""A run with crashes, changes of layout and batch size, a skipped batch and a rollback, for tests of replays.
 
-It learns twelve ids, so that the samples of noise among them are spikes by themselves: whoever executes its steps again
-meets them, too. Each start is the command's own. Which steps it makes is known beforehand; the draws depend on it.
+Its data has twelve token ids, so that samples of noise among them are loss spikes by themselves: a replay of its steps
+meets them, too. Each start is made by the command itself. The steps of each start are known beforehand, and the draws
+depend on them.
 """
 
 import dataclasses
@@ -31,19 +32,19 @@ from random_layouts import draw_parallel
 SEED, N_DRAWN, N_STEPS = 1, 20, 34
 EVERY_STEPS = 3  # between checkpoints
 N_WINDOWS, LEARNT = 340, 12
-# One that a pipeline's two stages a rank can hold, with tokens further ahead.
+# A model that fits a pipeline with two stages a rank, with multi-token prediction.
 MODEL = dataclasses.replace(BIAS_MODEL, family="none", n_layers=4, tie_embeddings=False, mtp=MTPConfig())
 NOISE = (*range(128, 134), *range(208, 214))  # samples of step 17, which is skipped, and of step 26, which is undone
 
 
 @dataclass(frozen=True)
 class Life:
-    """One start by the command, and those that follow it by --max-restarts."""
+    """One start by the command, with the restarts that follow it by --max-restarts."""
 
     ranks: int
     overrides: tuple[str, ...]
-    last: int  # the last of the run's steps that are this start's in the end
-    size: int  # sequences of its batches, once they have grown
+    last: int  # the last step whose final record is of this start
+    size: int  # sequences in its batches, once they have grown
     killed_before: int | None = None  # the step before which its first rank is killed
     restarts: int = 0
     code: int = 0
@@ -94,17 +95,20 @@ LIVES = (
 
 
 def life_of(step: int) -> Life:
-    """The start that made the step as the record has it."""
+    """The start that made the step as it is finally recorded."""
     return next(life for life in LIVES if step <= life.last)
 
 
 def size_of(step: int) -> int:
-    """Sequences of the step's batch: the first four are those of the ramp."""
+    """The sequences in the step's batch; the first four steps are on the batch ramp."""
     return 4 if step <= 4 else life_of(step).size
 
 
 def write_run(folder: Path) -> Path:
-    """The config file of the run, and its token file: each window of 24 tokens holds two whole documents."""
+    """Writes the run's config file and token file; returns the config's path.
+
+    Each window of 24 tokens holds two whole documents; the samples NOISE hold other tokens than all others.
+    """
     draw, documents = np.random.default_rng(0), []
     for _ in range(N_WINDOWS):
         cut = int(draw.integers(2, 23))
@@ -126,7 +130,7 @@ def write_run(folder: Path) -> Path:
 
 
 def make_run(folder: Path) -> Path:
-    """The run's directory, all lives lived."""
+    """Makes all starts of the run one after another; returns its directory."""
     path = write_run(folder)
     for number, life in enumerate(LIVES):
         with pytest.MonkeyPatch.context() as patch:
@@ -140,25 +144,25 @@ def make_run(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Draw:
-    """A step that is executed again, and another layout for it."""
+    """A step to replay, and the layout to replay it on."""
 
     step: int
     ranks: int
     overrides: tuple[str, ...]
-    begins_at: int  # its checkpoint's step
+    begins_at: int  # the step of the checkpoint to begin at
 
 
 def draws(path: Path, seed: int = SEED) -> list[Draw]:
-    """The drawn steps, each once; ``path`` is the run's config file, or a config like it."""
+    """N_DRAWN different steps with a layout for each; ``path`` is the run's config file, or a config like it."""
     draw = Random(seed)
     steps = draw.sample(range(1, N_STEPS + 1), N_DRAWN)
     return [draw_other(draw, step, load_config(path, life_of(step).overrides)) for step in steps]
 
 
 def draw_other(draw: Random, step: int, recorded: RunConfig) -> Draw:
-    """A layout that the step's config fits, and that is not its own; from one of the two checkpoints before it.
+    """A random layout that fits the step's config and is not its own, from one of the two checkpoints before it.
 
-    Half of them are pipelines, which few layouts are that fit.
+    Half of the layouts have a pipeline, since few random layouts that fit have one.
     """
     nearest = (step - 1) // EVERY_STEPS * EVERY_STEPS
     begins_at = draw.choice([at for at in (nearest, nearest - EVERY_STEPS) if at >= 0])
@@ -184,5 +188,5 @@ def draw_other(draw: Random, step: int, recorded: RunConfig) -> Draw:
 
 
 def of_size(config: RunConfig, size: int) -> RunConfig:
-    """The config with batches of one size."""
+    """The config with batches of ``size`` sequences and no batch ramp."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=size, batch_ramp=None))

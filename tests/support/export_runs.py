@@ -1,4 +1,4 @@
-"""A run under one layout, its checkpoint loaded and saved by one process, and the exports of both."""
+"""Helpers to train under one layout, load and save the checkpoint again in one process, and export both."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,10 @@ def train_and_save(config: RunConfig, n_ranks: int, run: Path) -> None:
 
 
 def save_again(config: RunConfig, parallel: ParallelConfig, source: Path, run: Path) -> None:
-    """Loads the run ``source`` in one process, under ``parallel``, over other weights, and saves to ``run``."""
+    """Loads the checkpoint of ``source`` in one process, under ``parallel``, and saves it to the run ``run``.
+
+    The engine first gets weights of another seed, so that one that is not loaded shows.
+    """
     run_ranks(_save_again_rank, 1, config, parallel, source, run, timeout_seconds=TIMEOUT_SECONDS, threads=1)
     (run / "config.yaml").write_text(dump_config(config))
 
@@ -56,6 +59,6 @@ def _save_again_rank(config: RunConfig, parallel: ParallelConfig, source: Path, 
 
 
 def exported_bytes(run: Path, out: Path, dtype: Precision, shard_bytes: int) -> dict[str, bytes]:
-    """The files of an export, by name."""
+    """Exports the run to ``out``; returns the bytes of each file by its path in the export."""
     assert export(run, out, dtype, shard_bytes) == 0
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}

@@ -1,11 +1,11 @@
-"""Programs of Slurm's that are shell scripts here, for what is known without a cluster."""
+"""Writes stand-ins for Slurm's commands as shell scripts, for tests without a cluster."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 
 def write_programs(folder: Path, texts: Mapping[str, str]) -> None:
-    """Each program as a script of its text, in ``folder``, which is made."""
+    """Writes each program as a shell script with its text into ``folder``, which is created."""
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")

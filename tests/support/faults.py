@@ -1,4 +1,4 @@
-"""Faults that tests plant in a rank's own process, to see the checks fail."""
+"""Faults that tests plant in a rank's own process, to see that the checks fail."""
 
 from typing import Any
 
@@ -133,7 +133,7 @@ def train_with_fault(fault: str | None, config: Any, changed: list[Any]) -> None
 
 
 def after_load(change: Any) -> None:
-    """Applies ``change`` to the engine once a checkpoint is loaded into it."""
+    """Makes ``change`` be applied to the engine after each checkpoint that is loaded into it."""
     import launcher.training.state as state
 
     original = state.load_state
@@ -146,7 +146,7 @@ def after_load(change: Any) -> None:
 
 
 def patch_loop(name: str, function: Any) -> None:
-    """Replaces a function of launcher.training.step where the loop calls it."""
+    """Replaces a function of launcher.training.step, there and in launcher.training.loop, which calls it."""
     import launcher.training.loop as loop
     import launcher.training.step as step
 
@@ -155,7 +155,7 @@ def patch_loop(name: str, function: Any) -> None:
 
 
 def patch_batches(change: Any) -> None:
-    """Applies ``change`` to every micro-batch that is read."""
+    """Makes ``change`` be applied to every micro-batch that is read."""
     import launcher.training.step as step
 
     original = step.read_micro_batch
@@ -169,7 +169,7 @@ def patch_batches(change: Any) -> None:
 
 
 def patch_host_gradients(change: Any) -> None:
-    """Changes what is told of gradients on the host."""
+    """Makes ``change`` be applied to the list of gradients that ZeRO 2 with optimizer offload holds on the host."""
     from parallel.zero.zero2_on_host import Zero2OnHost
 
     original = Zero2OnHost.gradients

@@ -1,6 +1,6 @@
-"""The command in a process forked from one that has imported it: without the seconds that a new interpreter takes.
+"""Runs the command in a process forked from one that has imported it, which saves the seconds of a new interpreter.
 
-For tests of what a command answers; what it starts, or leaves when it ends, is for a real process to show.
+For tests of a command's output and exit code. What it starts, or leaves behind when it ends, needs a real process.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ from parallel.processes.start import UNKNOWN_CODE, fork_server
 def run_forked(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m launcher ARGUMENTS` says and does in ``folder``. Raises TimeoutExpired as subprocess.run does.
+    """Runs `python -m launcher ARGUMENTS` in ``folder``; returns exit code, stdout and stderr.
 
-    The command writes its exit code down, too: where threads run several, each start of one looks for others that have
-    ended, and where two threads so read one process's code, multiprocessing gives the second one UNKNOWN_CODE.
+    Raises TimeoutExpired as subprocess.run does. The command also writes its exit code to a file. Where several threads
+    run commands, each start reaps processes that have ended, and where two threads read one process's exit code,
+    multiprocessing gives UNKNOWN_CODE to the second one.
     """
     with TemporaryDirectory() as said:
         out, errors, code = Path(said, "out"), Path(said, "errors"), Path(said, "code")

@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # as pytest does
 from mutations import mutate
 
 TARGETS = ("config", "idx", "jsonl", "manifest", "model", "shard")
-CASE_SECONDS = 2.0  # of processor time; a case takes some milliseconds
-HANG_SECONDS = 30  # of wall time: then it waits for something
-CASE_MIB = 300  # by which one input may raise the process's largest memory
-ROUND = 500  # cases of one target between two of the others
+CASE_SECONDS = 2.0  # the most processor time of a case, which usually takes some milliseconds
+HANG_SECONDS = 30  # the most wall time of a case: one that takes longer waits for something
+CASE_MIB = 300  # the most that one input may raise the process's peak memory
+ROUND = 500  # cases of a target before the next target's turn
 
 
 @dataclass
 class Tally:
-    """What became of one target's inputs."""
+    """Counts of one target's inputs: accepted, refused, and violations with a line each."""
 
     accepted: int = 0
     refused: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def cases(self) -> int:
-        """Inputs tried."""
+        """The number of inputs tried."""
         return self.accepted + self.refused + len(self.violations)
 
 
@@ -51,7 +51,10 @@ class TooSlow(BaseException):
 
 
 def try_cases(name: str, seed: int, numbers: range, folder: Path, tally: Tally) -> None:
-    """Feeds the inputs of these numbers to the target and counts what becomes of them."""
+    """Feeds the inputs of these numbers to the target and adds the outcomes to ``tally``.
+
+    Inputs that are violations are kept in ``folder``.
+    """
     target = importlib.import_module(f"fuzz_{name}")
     seeds = target.seeds()
     for number in numbers:
@@ -67,7 +70,7 @@ def try_cases(name: str, seed: int, numbers: range, folder: Path, tally: Tally) 
 
 
 def problem_with(target: Any, data: bytes, folder: Path) -> bool | str:
-    """Whether the input was accepted, or what was wrong with how it was taken."""
+    """Whether the target accepted the input; or a text that describes the violation."""
     memory, began = peak_mib(), time.process_time()
     try:
         with alarm(HANG_SECONDS):
@@ -85,13 +88,13 @@ def problem_with(target: Any, data: bytes, folder: Path) -> bool | str:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had."""
+    """The peak memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @contextmanager
 def alarm(seconds: int) -> Iterator[None]:
-    """Raises TooSlow inside after so many seconds."""
+    """A context in which TooSlow is raised after ``seconds``."""
 
     def ring(*_: Any) -> None:
         raise TooSlow

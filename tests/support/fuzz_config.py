@@ -1,4 +1,4 @@
-"""A fuzz target for the config's reader: any bytes end in a config, or in plain lines."""
+"""Fuzz target: any bytes as a config file, which must give a config or plain error lines."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ SEEDS = (
     "slurm: {nodes: 2, environment: [A=b, HF_TOKEN], modules: [cuda/12.8], container: 'docker://u@h#i:1'}\n",
     "%YAML 1.2\n--- # a comment\nmetrics: {wandb: {mode: offline}}\ncheckpoint: !!map {every_steps: 0x10}\n...\n",
 )  # fmt: skip
-LONGEST_LINE = 2000  # characters; a line names a key and a value, each cut
+LONGEST_LINE = 2000  # characters; a message names a key and a value, each shortened
 
 
 def seeds() -> list[bytes]:
-    """Small configs that hold most of what YAML and the tree have; each is accepted, or refused by a rule."""
+    """Small configs that use most features of YAML and of the config; each is accepted, or refused by a rule."""
     return [text.encode() for text in SEEDS]
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Whether a config file of these bytes is accepted; its copy then loads as the same config."""
+    """Whether a config file of these bytes is accepted; asserts that its dump then loads as the same config."""
     path = folder / "fuzzed.yaml"
     path.write_bytes(data)
     try:
@@ -41,7 +41,7 @@ def check(data: bytes, folder: Path) -> bool:
 
 
 def assert_plain(lines: list[str]) -> None:
-    """Each problem is one line that a terminal shows as it is."""
+    """Asserts that each problem is one printable, not too long line."""
     for line in lines:
         assert line.isprintable(), ascii(line)
         assert 0 < len(line) <= LONGEST_LINE, line

@@ -1,4 +1,4 @@
-"""A fuzz target: any bytes as the .idx of a token file."""
+"""Fuzz target: any bytes as the .idx of a token file."""
 
 import struct
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from data.errors import DataError
 from data.tokenfile import HEADER, MAGIC, TokenFile
 
-N_TOKENS = 12  # of the .bin, two bytes each
+N_TOKENS = 12  # tokens in the .bin file, two bytes each
 LENGTHS = ([12], [1] * 12, [3, 0, 4, 5], [0, 12], [5, 7, 0, 0])  # of the sequences of each seed
 
 
 def seeds() -> list[bytes]:
-    """Indices that are accepted, of one document for each sequence, and of one for all of them."""
+    """Valid index files, with one document for each sequence and with one document for all of them."""
     return [_index(lengths, indices) for lengths in LENGTHS for indices in (range(len(lengths) + 1), (0, len(lengths)))]
 
 
@@ -22,9 +22,10 @@ def _index(lengths: list[int], indices) -> bytes:
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Whether ``data`` is accepted as an index; every window is looked up both ways. All but a refusal escapes.
+    """Whether ``data`` is accepted as an index; document starts are looked up for every window and for the whole file.
 
-    Raises AssertionError where a document is said to begin outside its window, or both ways disagree.
+    Exceptions other than the documented refusal escape. Raises AssertionError where a document begins outside of its
+    window, or the two ways disagree.
     """
     (folder / "x.idx").write_bytes(data)
     (folder / "x.bin").write_bytes(bytes(2 * N_TOKENS))

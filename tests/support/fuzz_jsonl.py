@@ -1,4 +1,4 @@
-"""A fuzz target: any bytes as a jsonl file."""
+"""Fuzz target: any bytes as a jsonl file."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SHARD_BYTES = 64  # so that most files are cut into several slices
 
 
 def seeds() -> list[bytes]:
-    """Files that are accepted, with all that JSON can hold."""
+    """Valid files, with every kind of JSON value."""
     records = [
         {"text": "a document"},
         {"text": "naïve ☕ \ud800", "n": 1, "nested": {"a": [1, [2, {"b": None}]]}},
@@ -34,9 +34,10 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Whether ``data`` is accepted; it is read whole and in slices. All but a refusal of one line escapes.
+    """Whether ``data`` is accepted as a jsonl file, read whole and in slices.
 
-    Raises AssertionError where slices hold other documents than the whole, or are refused where it is not.
+    Exceptions other than a refusal of one line escape. Raises AssertionError where slices give other documents than the
+    whole file, or only one of the two is refused.
     """
     (folder / "a.jsonl").write_bytes(data)
     whole, cut = (_read(folder / "a.jsonl", shard_bytes) for shard_bytes in (len(data) + 1, SHARD_BYTES))

@@ -1,4 +1,4 @@
-"""Fuzz target: a manifest's JSON, sealed with the right hash so that what is tried reaches the parser."""
+"""Fuzz target: any bytes as a checkpoint manifest's JSON, sealed with the right hash so that they reach the parser."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ CUTS: dict[str, Any] = {
 
 
 def seeds() -> list[bytes]:
-    """Small manifests without their seals: one of everything, one of cuts, one of a scalar tensor, an empty one."""
+    """Small manifests without their hashes: one with every field, one with cuts, one with a scalar, an empty one."""
     scalar, empty = copy.deepcopy(SMALL), copy.deepcopy(SMALL)
     scalar |= {"tensors": {"a": []}, "kinds": {"weight": ["a"]}}
     scalar["pieces"] = [{"kind": "weight", "name": "a", "start": [], "shape": [], "file": "s0", "key": "w"}]
@@ -65,9 +65,9 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Reads ``data`` as a checkpoint's manifest; whether it was accepted. Raises whatever is no DamagedCheckpoint.
+    """Whether ``data`` is accepted as a checkpoint's manifest. Exceptions other than DamagedCheckpoint escape.
 
-    What is accepted must come back the same from what is written of it, and be fit for what commands ask of it.
+    Asserts that an accepted manifest can be used as commands use it, and is the same after writing and reading it.
     """
     content = data[:-1] + b',"xxh3_128":"' + xxhash.xxh3_128_hexdigest(data).encode() + b'"}'
     (folder / MANIFEST).write_bytes(content)
@@ -86,5 +86,5 @@ def check(data: bytes, folder: Path) -> bool:
     assert all(piece.file in manifest.files for piece in manifest.every_piece())
     check_sizes(manifest, folder, manifest.files)
     (folder / MANIFEST).write_bytes(encode_manifest(manifest))
-    assert repr(read_manifest(folder)) == repr(manifest)  # a NaN is no NaN's equal
+    assert repr(read_manifest(folder)) == repr(manifest)  # by repr, since a NaN does not equal itself
     return True

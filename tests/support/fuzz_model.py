@@ -19,7 +19,7 @@ CONFIG = ModelConfig(vocab_size=8, d_model=4, n_layers=1, n_heads=1, n_kv_heads=
 
 @cache
 def whole() -> Path:
-    """A folder with a model of two files."""
+    """A folder with an exported model whose weights are in two files."""
     out = Path(tempfile.mkdtemp()) / "model"
     write_export(tensors_of(build(CONFIG, 1)).items(), CONFIG, 8, None, out, shard_bytes=400)
     assert (out / FIRST).exists()
@@ -29,19 +29,19 @@ def whole() -> Path:
 
 
 def seeds() -> list[bytes]:
-    """The config, the index and one file of weights."""
+    """The bytes of the config, of the index and of one file of weights."""
     return [(whole() / name).read_bytes() for name in (CONFIG_JSON, INDEX, FIRST)]
 
 
 def place_of(data: bytes) -> str:
-    """The file in whose place the input comes: as most of what is in it has it."""
+    """The name of the file that the input replaces: the kind of file that it resembles most."""
     if b"data_offsets" in data or not data[:1].isascii() or data[:1] not in (b"{", b"["):
         return FIRST
     return INDEX if b"weight_map" in data else CONFIG_JSON
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Reads a folder in which one file is ``data``; whether it was accepted. Raises whatever is no UserError."""
+    """Whether a model folder with ``data`` in place of one file is accepted. Only a UserError counts as a refusal."""
     path = folder / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(whole(), path)

@@ -1,4 +1,4 @@
-"""Fuzz target: a shard's header and what lies behind it."""
+"""Fuzz target: any bytes as a checkpoint's shard, header and data."""
 
 import json
 import time
@@ -18,7 +18,7 @@ READ_BYTES = 1 << 20  # tensors up to this size are read as well
 
 
 def seeds() -> list[bytes]:
-    """Small shards: as saving writes them, as safetensors' own writer does, with a scalar, and without tensors."""
+    """Small shards: as saving writes them, as safetensors' own writer does (with a scalar), and without tensors."""
     padded = encode_header({"weight/a/0.0": (2, 3), "exp_avg/a/0.0": (2, 3)}) + bytes(48)
     text = json.dumps({"b": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}).encode()
     text += b" " * (-len(text) % 8)
@@ -27,9 +27,9 @@ def seeds() -> list[bytes]:
 
 
 def check(data: bytes, folder: Path) -> bool:
-    """Reads ``data`` as a shard; whether it was accepted. Raises whatever is no NotSafetensors.
+    """Whether ``data`` is accepted as a shard. Exceptions other than NotSafetensors escape.
 
-    Every tensor of an accepted header lies within the file, and can be read.
+    Asserts that every tensor of an accepted header lies within the file and can be read.
     """
     (folder / FILE).write_bytes(data)
     opened, started = LocalFolder(folder), time.process_time()

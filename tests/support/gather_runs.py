@@ -1,4 +1,4 @@
-"""How often DeepSpeed's ZeRO 3 really gathers each weight in one training step."""
+"""Counts how often DeepSpeed's ZeRO 3 really gathers each weight in one training step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from launcher.config.tree import RunConfig
 from parallel.sizes import Sizes
 
 PRELOAD = ("launcher.training.loop",)
-WARM_UP = 3  # steps; after one pass ZeRO 3 knows the order of the modules, and the second decides what is dropped
+WARM_UP = 3  # steps; ZeRO 3 learns the order of the modules in its first pass, and decides what to drop in its second
 
 
 def count_gathers(config: RunConfig, cases: Sequence[Sizes]) -> list[dict[str, int]]:
-    """One rank: for each of the sizes the weights that are gathered for a module, or ahead of it, in one step."""
+    """For each of the sizes, how often each weight is gathered in one step, prefetching included. All ranks call it."""
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(config.parallel, 240)

@@ -1,4 +1,4 @@
-"""Runs under `parallel.grad_reduce` in several buckets, and the faults that are planted in them."""
+"""Runs that reduce gradients in several buckets (`parallel.grad_reduce`), and faults to plant in them."""
 
 import dataclasses
 import os
@@ -17,19 +17,22 @@ from parallel.sizes import DEFAULT_SIZES
 
 SIZES = dataclasses.replace(DEFAULT_SIZES, reduced=2000)  # the embedding and the experts have buckets of their own
 
-# Of a run, and of a proof, each with what the proof says about it.
+# Faults for runs and for proofs, each with the check of the proof that must fail.
 FAULTS = {
     "a bucket reduced twice": "gradients",
     "parts of a bucket shifted": "gradients",
     "a micro-batch left out": "gradients",
     "the wire's division missing": "gradients",
 }
-OVERWRITTEN = "a pass's gradients written over those of the pass before"  # where the last one's are reduced
+OVERWRITTEN = "a pass's gradients written over those of the pass before"  # for runs that reduce after the last pass
 ROUNDED = "what is received is summed in bf16"
 
 
 def train_each(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> list[RankResult]:
-    """One rank: of each config (all of the same degrees) train.steps updates from step 0, each with its fault."""
+    """Trains each config for train.steps updates from step 0, with its fault; one rank's results.
+
+    All ranks call it, and all configs must have the same degrees.
+    """
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
     from parallel.mesh import close_mesh, open_mesh
@@ -52,7 +55,7 @@ def train_each(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> li
 def run_each(
     configs: Sequence[RunConfig], n_ranks: int, faults: Sequence[str | None] | None = None
 ) -> list[LayoutResult]:
-    """Each config's run under its layout, on the same processes; ``faults`` names one for each."""
+    """The result of each config's run, all on the same ``n_ranks`` processes; ``faults`` has one (or None) for each."""
     from parallel.processes.start import run_ranks
 
     faults = faults or [None] * len(configs)
@@ -62,13 +65,13 @@ def run_each(
 
 @contextmanager
 def in_ranks(fault: str) -> Iterator[None]:
-    """Plants a fault in the ranks of a proof, and not in the plain process."""
+    """A context in which the fault is planted in the ranks of a proof, but not in its plain process."""
     with planted(fault if "RANK" in os.environ else None):
         yield
 
 
 def planted(fault: str | None) -> Any:
-    """Breaks the reduction in the named way for a while; None breaks nothing."""
+    """A context in which the reduction of gradients is broken in the named way; None breaks nothing."""
     from parallel.zero.buckets import Bucket, Flight, WholeBucket
     from parallel.zero.scattered import Zero1Scattered
 

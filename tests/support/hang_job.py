@@ -1,8 +1,8 @@
 """`roundtable`, with one rank that dies, hangs or lags on purpose: hang_job.py FAULT RANK STEP ARGUMENTS-OF-ROUNDTABLE.
 
-Works for `train --ranks N` as for ranks that torchrun, srun or a test starts. The fault comes in the given rank before
-the given step. "FAULT recorded" has torch's flight recorder on. "FAULT once FILE" comes only as long as the file does
-not exist, and makes it.
+Works for `train --ranks N` as well as for ranks that torchrun, srun or a test starts. The fault happens in the given
+rank before the given step. "FAULT recorded" turns torch's flight recorder on. "FAULT once FILE" happens only if the
+file does not exist, and creates it.
 """
 
 import os
@@ -18,7 +18,7 @@ STOPPED_FOR_SECONDS = 3600
 
 
 def plant(fault: str, rank: int, step: int) -> None:
-    """Breaks this process's training loop, if it is the rank."""
+    """Breaks this process's training loop so that the fault happens before ``step`` if it is that rank."""
     import launcher.training.loop as loop
 
     original = loop.run_step
@@ -49,17 +49,17 @@ def plant(fault: str, rank: int, step: int) -> None:
 
 
 def hang_disk(samples: Any) -> None:
-    """Nothing more of the data comes; what was read ahead is there."""
+    """Makes every further read of the data hang; samples that were read ahead are still delivered."""
     samples.dataset.read = lambda indices: time.sleep(STOPPED_FOR_SECONDS)
 
 
 def cut_tokens(prefix: str) -> None:
-    """The file of tokens loses what it held, which the ranks have mapped."""
+    """Truncates the token file, which the ranks have mapped into memory, to no bytes."""
     os.truncate(prefix + ".bin", 0)
 
 
 def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
-    """Makes the start, the first step and each checkpoint of this rank take so long."""
+    """Makes opening the data, restoring, the first step and each save take ``seconds`` longer on this rank."""
     from parallel.checkpoint.saver import Saver
 
     for owner, name in ((loop, "open_dataset"), (loop, "restore"), (loop, "run_step"), (Saver, "save")):
@@ -75,7 +75,7 @@ def lengthen_phases(loop: Any, seconds: float, rank: int) -> None:
 
 
 def happened(marker: str) -> bool:
-    """Whether the fault has been before, in an earlier start; from now on it has."""
+    """Whether the marker file exists, so that the fault has happened already; creates it. False for no marker."""
     if not marker:
         return False
     before = Path(marker).exists()
@@ -84,7 +84,7 @@ def happened(marker: str) -> bool:
 
 
 def strike(fault: str, engine: Any) -> None:
-    if fault in ("killed", "raises"):  # a save that is under way is on disk first: where the next start begins is known
+    if fault in ("killed", "raises"):  # waits for a save in progress, so that it is known where the next start begins
         for thread in threading.enumerate():
             if thread.name == "checkpoint writer":
                 thread.join()
@@ -119,7 +119,7 @@ def strike(fault: str, engine: Any) -> None:
 
 
 def hold_the_lock() -> None:
-    """Keeps Python's lock for good: no other thread of this process runs any Python code."""
+    """Holds the global interpreter lock forever, so that no other thread of this process can run Python code."""
     import ctypes
 
     assert threading.current_thread() is threading.main_thread()
@@ -127,7 +127,7 @@ def hold_the_lock() -> None:
 
 
 def train_rank(fault: str, rank: int, step: int, *arguments: Any) -> Any:
-    """What `train --ranks N` runs in each process."""
+    """The function that `train --ranks N` runs in each process, with the fault planted."""
     from launcher.training.start import train_rank as original
 
     plant(fault, rank, step)

@@ -1,4 +1,4 @@
-"""Small runs in which a rank dies or hangs: under a launcher of ours, and started one by one as srun does it."""
+"""Small runs in which a rank dies or hangs: under Roundtable's launcher, or started one by one as srun does it."""
 
 import dataclasses
 import os
@@ -23,7 +23,10 @@ FAULT_STEP = 3
 
 
 def small_run(folder: Path, tokens: str, *, every_steps: int | None = None, **changes: Any) -> RunConfig:
-    """A run of six steps in ``folder``/run, with its config in ``folder``/run.yaml."""
+    """The config of a run of six steps in ``folder``/run, also written to ``folder``/run.yaml.
+
+    ``changes`` whose names end in ``seconds`` are keys of the train section.
+    """
     train = {"step_timeout_seconds": 300, **{key: changes.pop(key) for key in list(changes) if key.endswith("seconds")}}
     config = dataclasses.replace(
         run_config(tokens, **{"steps": 6, **changes}),
@@ -37,7 +40,7 @@ def small_run(folder: Path, tokens: str, *, every_steps: int | None = None, **ch
 
 
 def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, step: int = FAULT_STEP) -> RankError:
-    """What `train --ranks` does when the fault comes: the error that it prints."""
+    """The error with which a run under Roundtable's launcher (`train --ranks`) ends because of the fault."""
     places = Degrees.of(config.parallel, n_ranks).places()
     with claim(config) as held:
         try:
@@ -50,14 +53,17 @@ def run_with_launcher(config: RunConfig, n_ranks: int, fault: str, rank: int, st
 
 @dataclasses.dataclass
 class Ended:
-    """How one process ended."""
+    """The exit code and the stderr of one process."""
 
     code: int  # negative: a signal
     stderr: str
 
 
 def run_alone(config: RunConfig, n_ranks: int, fault: str, rank: int, seconds: float = 200) -> list[Ended]:
-    """Ranks that nobody watches over, each `train CONFIG` in a job's environment. A stopped one goes on at the end."""
+    """Runs `train CONFIG` once for each rank in a job's environment, without a launcher; returns how each ended.
+
+    A rank that the fault "stopped" is continued after all others have ended.
+    """
     context = fork_server(["launcher.training.loop"])
     folder = config.run_path.parent
     processes = []
@@ -96,6 +102,6 @@ def _alone(environment: dict[str, str], config: Path, fault: str, rank: int, std
 
 
 def living_ranks() -> list[psutil.Process]:
-    """The fork server's children: the ranks that still live."""
+    """The processes of ranks that are still alive: the children of the fork server."""
     server = psutil.Process(_forkserver._forkserver_pid)
     return [process for process in server.children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]

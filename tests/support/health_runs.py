@@ -1,4 +1,4 @@
-"""Runs of the real loop with something wrong in one step, planted in a rank's own process."""
+"""Runs of the real training loop in which a NaN, a loss spike or a stop request is planted in one step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ import torch
 from launcher.training.run_dir import claim
 from parallel.processes.start import run_ranks
 
-Change = Callable[[Any, int], None]  # given the engine and the number of the step
+Change = Callable[[Any, int], None]  # called with the engine and the step's number
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planted. Samples are numbered by their place in the training order."""
+    """The faults to plant in a run. Samples are numbered in training order."""
 
     poisoned: int | None = None  # a sample that makes gradients NaN on the ranks that read it
     spiked: int | None = None  # a sample that makes the loss large
-    tensor: str | None = None  # of which, after the reduction, ``rank`` holds a NaN in step ``step``, once
+    tensor: str | None = None  # the tensor in whose reduced gradient ``rank`` gets a NaN in step ``step``, once
     rank: int = 0
     step: int = 0
-    skipped: tuple[int, int] | None = None  # samples left out from the start: what the others are compared with
+    skipped: tuple[int, int] | None = None  # samples left out from the start, for runs that others are compared with
     loss_scale: float | None = None
-    blind: bool = False  # the fault: a norm that looks at counted gradients only
-    slow_save: bool = False  # a save takes seconds, and longer than a failing process gives it
-    stops_during: str | None = None  # "save" or "evaluation", in which ``rank`` is asked to stop
+    blind: bool = False  # the fault that the norm ignores gradients that this rank does not count
+    slow_save: bool = False  # a save takes seconds, longer than a failing process waits for it
+    stops_during: str | None = None  # "save" or "evaluation", during which ``rank`` is asked to stop
 
 
 def run_planned(plan: Plan, config: Any, n_ranks: int = 2) -> list[Any]:
-    """The exit codes of the ranks."""
+    """Trains on ``n_ranks`` ranks with the plan's faults; returns the ranks' exit codes."""
     with claim(config):
         return run_ranks(
             train_planned, n_ranks, plan, config, timeout_seconds=240, threads=1, preload=["launcher.training.loop"]
@@ -37,7 +37,7 @@ def run_planned(plan: Plan, config: Any, n_ranks: int = 2) -> list[Any]:
 
 
 def train_planned(plan: Plan, config: Any) -> Any:
-    """One rank."""
+    """One rank of ``run_planned``."""
     import launcher.training.loop as loop
     from parallel.processes.stop import StopRequest
 
@@ -82,7 +82,7 @@ def poison_samples(plan: Plan) -> None:
 
 
 def change_gradients(plan: Plan) -> None:
-    """Plants the NaN, and holds every step that trains nothing to leaving everything as it was."""
+    """Plants the plan's NaN, and asserts that every discarded step leaves weights and optimizer states unchanged."""
     import launcher.training.loop as loop
     from parallel.zero.engine import Engine
 
@@ -126,7 +126,7 @@ def everything(engine: Any) -> list[torch.Tensor]:
 
 
 def equal(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Bit for bit, where a fault may have put a NaN."""
+    """Whether two tensors are equal element by element, NaNs being equal to NaNs."""
     return torch.allclose(before, after, rtol=0, atol=0, equal_nan=True)
 
 
@@ -179,7 +179,7 @@ def slow_down_saves() -> None:
 
 
 def ask_during(plan: Plan, stop: Any) -> None:
-    """One rank hears a signal while it saves or evaluates."""
+    """Makes one rank receive a stop signal while it saves or evaluates."""
     import os
     import signal
 

@@ -1,10 +1,11 @@
-"""Our model beside transformers' own class of it, loaded from the exported folder: logits and gradients.
+"""Compares Roundtable's model with transformers' own class, loaded from an export: logits and gradients.
 
-Tolerances are the project's: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradients to 1e-5 of their
-norm. Both models do the same operations in another order, so only fp32 rounding is seen: over 240 random models at most
-1.4e-6 in logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient nearly cancels
-(in OLMo 2 those of queries and keys can be a ten-thousandth of the whole, 4.7e-4 of 5; in Gemma 3 norms'), its rounding
-shows: there ours may be twice as far from theirs as theirs is from itself with another kernel of attention, and 1e-4.
+Tolerances: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradients to 1e-5 of their norm. Both models do
+the same operations in another order, so they differ by fp32 rounding only: over 240 random models by at most 1.4e-6 in
+logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient nearly cancels (in OLMo 2 those of
+queries and keys can be a ten-thousandth of the whole, 4.7e-4 of 5; in Gemma 3 those of norms), its rounding shows.
+There Roundtable's gradient may be twice as far from transformers' as that is from itself with another attention kernel,
+and at most 1e-4 of its norm.
 """
 
 import copy
@@ -40,16 +41,16 @@ from warnings_seen import no_warnings
 
 LOGITS_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-5
-CANCELLED_TOLERANCE = 1e-4  # of a gradient that theirs does not know better
-NEGLIGIBLE = 1e-5  # of all gradients' norm: where sinks' is smaller, this counts
-TIE_GAP = 1e-5  # DESIGN.md section 2.8
-OTHER_CHUNKS = (1, 4, 9)  # tokens of linear attention that are computed at once; the class takes 64
+CANCELLED_TOLERANCE = 1e-4  # for a gradient that transformers' own rounding moves as far
+NEGLIGIBLE = 1e-5  # of all gradients' norm: the least norm that sinks' gradients are compared with
+TIE_GAP = 1e-5  # a choice of experts that leads the next by less may go either way by rounding
+OTHER_CHUNKS = (1, 4, 9)  # other chunk sizes of linear attention, in tokens; transformers' class uses 64
 FEW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 ROUTER = re.compile(r"\.layers\.(\d+)\.\w+\.(?:gate|router)$")  # in transformers' models
 
 
 def exported(model: Decoder, config: ModelConfig, precision: Precision = "fp32") -> PreTrainedModel:
-    """transformers' own model, loaded from an export of ours; fails where loading warns or reports anything."""
+    """transformers' own model, loaded from an export of ``model``; fails where loading warns or reports anything."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "export"
@@ -72,7 +73,7 @@ class Routes:
 
 @contextmanager
 def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
-    """Records the choices of one forward pass."""
+    """A context that records the routers' choices in one forward pass of transformers' model."""
     routes = Routes()
 
     def hook_for(layer: int) -> Callable[..., None]:
@@ -98,7 +99,7 @@ def recorded_routes(theirs: PreTrainedModel) -> Iterator[Routes]:
 
 
 def gaps_of(scores_TE: Tensor, moe: MoEConfig) -> Tensor:
-    """By how much each token's choice leads the nearest other one, among groups of experts too (T,)."""
+    """By how much each token's choice of experts (and of groups) leads the next best one (T,)."""
     if moe.n_groups == 1:
         return lead_of(scores_TE, moe.top_k)
     scores_TGX = scores_TE.unflatten(1, (moe.n_groups, -1)).sort(-1, descending=True).values
@@ -110,13 +111,13 @@ def gaps_of(scores_TE: Tensor, moe: MoEConfig) -> Tensor:
 
 
 def lead_of(values_TX: Tensor, k: int) -> Tensor:
-    """By how much the k-th largest value leads the next (T,); inf where there is none."""
+    """By how much the k-th largest value leads the next one (T,); inf where there is no next one."""
     ranked_TX = values_TX.sort(-1, descending=True).values
     return ranked_TX[:, k - 1] - ranked_TX[:, k] if k < ranked_TX.shape[1] else torch.full((len(ranked_TX),), torch.inf)
 
 
 def tied_choices(ours: dict[int, Tensor], routes: Routes, moe: MoEConfig) -> int:
-    """How many tokens' choices differ where the reference's gap is below TIE_GAP; fails at a larger gap."""
+    """The number of tokens whose choices differ; fails where the reference's choice leads by TIE_GAP or more."""
     ties = 0
     for layer, indices_TK in ours.items():
         differs_T = (indices_TK.sort(-1).values != routes.indices[layer].sort(-1).values).any(-1)
@@ -128,7 +129,7 @@ def tied_choices(ours: dict[int, Tensor], routes: Routes, moe: MoEConfig) -> int
 
 
 def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) -> Tensor:
-    """Our logits (B, S, V); a tie between experts is broken as transformers broke it."""
+    """The logits of Roundtable's model (B, S, V); ties between experts are broken as transformers broke them."""
     output = model(rows.tokens_BS, rows.context())
     if config.moe is None:
         return output.logits_BSV
@@ -142,7 +143,7 @@ def our_logits(model: Decoder, config: ModelConfig, rows: Rows, routes: Routes) 
 
 
 def told_of(theirs: PreTrainedModel, rows: Rows) -> dict[str, Any]:
-    """What tells transformers' class where documents lie: positions. Some make no mask of these, and get masks."""
+    """The arguments by which transformers' class separates documents: positions, for some classes also masks."""
     told: dict[str, Any] = {"position_ids": rows.positions_BS}
     if theirs.config.model_type in ("gpt_oss", "afmoe"):
         distance_BSS = rows.positions_BS[:, :, None] - rows.positions_BS[:, None]
@@ -160,7 +161,7 @@ def told_of(theirs: PreTrainedModel, rows: Rows) -> dict[str, Any]:
 
 
 def check_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> None:
-    """Our packed rows equal theirs packed, and equal each document alone in theirs."""
+    """Asserts that logits of packed rows equal transformers' logits, of the packed rows and of each document alone."""
     with torch.no_grad():
         reference_BSV, routes = their_logits(theirs, config, rows)
         logits_BSV = our_logits(model, config, rows, routes)
@@ -171,9 +172,9 @@ def check_logits(model: Decoder, theirs: PreTrainedModel, config: ModelConfig, r
 
 
 def their_logits(theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> tuple[Tensor, Routes]:
-    """transformers' logits (B, S, V) of packed rows, told by position_ids, and the choices.
+    """transformers' logits (B, S, V) of packed rows, separated by position_ids, and the routers' choices.
 
-    A class with ALiBi does not read these, nor one with linear attention: there each document is a call of its own.
+    Classes with ALiBi or linear attention ignore position_ids, so there each document is a call of its own.
     """
     if config.positions == "alibi" or config.linear_attention is not None:
         logits_TV, routes = documents_alone(theirs, rows)
@@ -183,7 +184,7 @@ def their_logits(theirs: PreTrainedModel, config: ModelConfig, rows: Rows) -> tu
 
 
 def documents_alone(theirs: PreTrainedModel, rows: Rows) -> tuple[Tensor, Routes]:
-    """transformers' logits (T, V) and choices where each document is a call of its own, in the order of the rows."""
+    """transformers' logits (T, V) and routers' choices, with a call for each document, in the order of the rows."""
     logits, parts = [], []
     for tokens_S, documents_S in zip(rows.tokens_BS, rows.documents_BS, strict=True):
         for document in documents_S.unique():
@@ -200,7 +201,7 @@ def documents_alone(theirs: PreTrainedModel, rows: Rows) -> tuple[Tensor, Routes
 def our_gradients(
     model: Decoder, rows: Rows, targets_BS: Tensor, choices: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-    """Gradients of the mean loss by logical name, replaying ``choices`` if given; and what the routers chose."""
+    """Roundtable's gradients of the mean loss by logical name, and the routers' choices (``choices`` where given)."""
     output = model(rows.tokens_BS, rows.context(choices), targets_BS)
     assert output.loss is not None
     (output.loss / (targets_BS != IGNORE).sum()).backward()
@@ -212,7 +213,7 @@ def our_gradients(
 
 
 def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Every logical tensor of the model, whole, read by ``get_tensor(hf_name)``."""
+    """Every logical tensor of the model, whole, put together from tensors that ``get_tensor(hf_name)`` returns."""
     found = {}
     for name, shape in logical_shapes(config).items():
         pieces = [part.view(get_tensor(part.name)) for part in hf_parts(config, name)]
@@ -223,7 +224,10 @@ def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> dict[st
 def their_gradients(
     theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
 ) -> tuple[dict[str, Tensor], Routes]:
-    """The same from transformers, its fused gradients split as in its files and named by our table; and the choices."""
+    """transformers' gradients of the mean loss by logical name, and the routers' choices.
+
+    Fused gradients are split as in transformers' files, and renamed by Roundtable's table of weight names.
+    """
     logits_BSV, routes = their_logits(theirs, config, rows)
     F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE).backward()
     gradients = {
@@ -238,7 +242,7 @@ def their_gradients(
 def check_gradients(
     model: Decoder, theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
 ) -> None:
-    """Every gradient equals theirs."""
+    """Asserts that every gradient equals transformers', within the tolerances of this module."""
     references, routes = their_gradients(theirs, config, rows, targets_BS)
     ours, choices = our_gradients(model, rows, targets_BS)
     assert choices.keys() == routes.indices.keys()
@@ -272,10 +276,11 @@ def check_gradients(
 def their_rounding(
     theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor, references: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """How far each of transformers' gradients lies from what it is in fp64, where the class does not name fp32.
+    """The rounding error of each of transformers' gradients: the largest of several distances.
 
-    Or how far it moves when attention, or experts, are computed by their plain formula, or linear attention in other
-    chunks, where that is more: each is one draw of its rounding, and a small one by chance now and then.
+    One is the distance from fp64 (except where the class itself computes in fp32). The others are the changes when
+    attention or experts are computed by their plain formula, or linear attention in other chunks. Several are needed,
+    since each is one draw of the rounding error, which may be small by chance.
     """
     theirs.zero_grad()
     exact = copy.deepcopy(theirs).double()
@@ -308,15 +313,15 @@ def their_rounding(
 def their_gradients_again(
     theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
 ) -> dict[str, Tensor]:
-    """``their_gradients`` of a model that has some."""
+    """transformers' gradients by logical name, after clearing those that the model has."""
     theirs.zero_grad()
     return their_gradients(theirs, config, rows, targets_BS)[0]
 
 
 def is_normed_away(config: ModelConfig, name: str) -> bool:
-    """Whether the gradient vanishes but for the eps of a norm, so that little more than rounding is left of it.
+    """Whether the gradient vanishes except for the eps of a norm, so that it is little more than rounding.
 
-    A single expert's weight is a factor of all that the layer puts out, which a norm after it divides out again.
+    The router's weight of a single expert scales the layer's whole output, and a norm after the layer divides by it.
     """
     alone = config.moe is not None and config.moe.top_k == 1 and config.moe.shared_width == 0
     return alone and config.norm_placement != "pre" and "router" in name

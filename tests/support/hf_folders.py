@@ -24,7 +24,10 @@ def save_hf_model(
     tokenizer: bool = True,
     special: SpecialTokens | None = None,
 ) -> PreTrainedModel:
-    """transformers' own class with random weights, saved by ``save_pretrained``; with ``tokenizer``, that of bytes."""
+    """Saves transformers' own class of the model, with random weights, to ``folder``; returns the model.
+
+    ``shard`` is the largest size of a file; ``tokenizer``: also save a byte tokenizer.
+    """
     logging.disable_progress_bar()
     special = special or (SpecialTokens(eos=0) if tokenizer else SpecialTokens())
     written = to_config_json(config, SEQ_LEN, special, str(dtype).removeprefix("torch."))
@@ -44,6 +47,6 @@ def save_hf_model(
 
 
 def imported(source: Path, out: Path) -> Trained:
-    """The run directory ``out``, as `roundtable import` makes it of the folder ``source``."""
+    """Imports the folder ``source`` to the run directory ``out`` with `roundtable import`; returns the opened run."""
     assert main(["import", str(source), str(out)]) == 0
     return open_trained(out)

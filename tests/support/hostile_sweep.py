@@ -27,8 +27,8 @@ from launcher.config.ranges import Range
 from launcher.config.schema import leaf_keys
 from launcher.config.tree import RunConfig
 
-SECONDS = 5.0  # of processor time; a command that imports torch for the first time takes two
-LINE = 4000  # characters
+SECONDS = 5.0  # the most processor time of a command; one that imports torch for the first time takes two
+LINE = 4000  # the most characters in a line on stderr
 NUMBERS = [0, -1, 1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**30, 10**400]
 FLOATS = ["0.0", "-0.5", "1e-320", "1e-45", "1e308", "1e999", ".inf", "-.inf", ".nan", "0x10", "1_000", "07", "1e3"]
 WORDS = [
@@ -204,7 +204,7 @@ LEGAL = [
 
 @dataclass
 class Sweep:
-    """What was tried, by kind, and what was not well taken."""
+    """The number of inputs by kind and by exit code, and a line for each violation."""
 
     tried: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
@@ -224,12 +224,12 @@ def inputs() -> Iterator[tuple[str, list[str]]]:
 
 
 def ends(limits: Range) -> list[str]:
-    """The numbers at the ends of a range, and right outside."""
+    """The numbers at the ends of a range, and those just outside."""
     return [str(each) for each in (limits.minimum - 1, limits.minimum, limits.maximum, limits.maximum + 1)]
 
 
 def furnish(folder: Path) -> None:
-    """What the command lines name: a config and things that are none."""
+    """Creates the files that the command lines name: a config, and files and links that are none."""
     (folder / "config.yaml").write_text("name: small\nmodel: {n_layers: 2}\ndata: {sources: [{path: text.txt}]}\n")
     (folder / "text.txt").write_text("just text\n")
     (folder / "empty.json").write_text("{}")
@@ -240,7 +240,7 @@ def furnish(folder: Path) -> None:
 
 
 def problem_with(arguments: list[str]) -> tuple[int, str | None]:
-    """The command's exit code, run in the current folder, and what was wrong with how it took its input."""
+    """Runs the command in the current folder; returns its exit code, and a text that describes a violation, or None."""
     before, began = tree("."), time.process_time()
     out, errors = io.StringIO(), io.StringIO()
     try:
@@ -268,7 +268,7 @@ def tree(folder: str) -> set[tuple[str, int, int]]:
 
 
 def sweep(chosen: slice, on_violation: Any = None, kind: str | None = None) -> Sweep:
-    """Tries the chosen ones of all inputs, or of one kind of them, in a new folder."""
+    """Tries the ``chosen`` slice of all inputs, or of one kind of them, in a new folder."""
     result, came_from = Sweep(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         furnish(Path(folder))
@@ -288,7 +288,7 @@ def sweep(chosen: slice, on_violation: Any = None, kind: str | None = None) -> S
 
 
 def tell(line: str) -> None:
-    """One violation, at once."""
+    """Prints one violation to stderr at once."""
     print(line.encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
 
 
