@@ -17,7 +17,7 @@ from saved_runs import save_run
 from small_models import build, example_config
 
 VOCAB = 257
-# What markup, a script, a terminal, a page's JSON, a figure's mathematics and a reader from right to left would obey.
+# Text with HTML and a script, terminal escapes, line separators, right-to-left marks and a figure's math markup.
 HOSTILE = (
     "</script><script>window.stolen=1</script><img src=x onerror=stolen=1>\x1b[31m\x07\0\u2028\u202e&quot;$\\frac$ é"
 )
@@ -32,7 +32,11 @@ def inspectable(
     run_dir: str | None = None,
     **changes: Any,
 ) -> tuple[Path, Decoder]:
-    """A run directory with a checkpoint of step 5, and its model. ``sources``: two, prepared, with held-out text."""
+    """A run directory with a checkpoint of step 5, and its model; the weights are those of initialization.
+
+    ``sources``: the run has two prepared data sources, with held-out text. ``changes`` are those of the family's small
+    model config.
+    """
     data = DataConfig(seq_len=32)
     if sources:
         draw = np.random.default_rng(0)
@@ -67,7 +71,7 @@ def inspectable(
     loaded = load_origin(str(origin))
 
     def save_in(tokenizer: Path) -> None:
-        tokenizer.rmdir()  # what is there already stays as it is
+        tokenizer.rmdir()  # save_tokenizer leaves a folder that exists as it is
         save_tokenizer(loaded, tokenizer)
 
     save_run(run, config, model, 5, save_in)

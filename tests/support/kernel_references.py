@@ -1,4 +1,4 @@
-"""Attention and the experts by their formulas: what the kernels of modeling/kernels/ are compared with.
+"""Attention and experts by their formulas, as references for the kernels of modeling/kernels/.
 
 Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head; T tokens, K top_k, E experts,
 D d_model, F d_ff, R the rows of one expert.
@@ -27,7 +27,7 @@ def attend_reference(
 ) -> Tensor:
     """Attention's output (B, S, H, C), with the softmax in fp32; a sink is one more score, whose value is zero.
 
-    Where weights are dropped, they are once the softmax is done.
+    Dropout is applied to the weights after the softmax.
     """
     groups = q_BSHC.shape[2] // k_BSGC.shape[2]
     k_BSHC, v_BSHC = (heads.repeat_interleave(groups, dim=2) for heads in (k_BSGC, v_BSGC))
@@ -55,7 +55,7 @@ def attend_reference(
 
 
 def like_flash() -> PiecesKernel:
-    """Attention of pieces by the formula, with FlashAttention's signature, its results rounded to the inputs' dtype."""
+    """Attention of pieces by the formula, with FlashAttention's signature and results rounded to the inputs' dtype."""
     plain = varlen.PLAIN
 
     def forward(q_THC: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def experts_reference(
     _fuse: object = None,
     _products: object = None,
 ) -> Tensor:
-    """Each token's weighted sum of its experts' SwiGLUs (T, D), one expert after another."""
+    """Each token's weighted sum of its experts' SwiGLU outputs (T, D), computed one expert after another."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert in range(gate_EFD.shape[0]):
         gate_F, up_F, down_D = (None, None, None) if biases is None else [each[expert] for each in biases]

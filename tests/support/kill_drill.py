@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 assert MOE_MODEL.moe is not None
 MODEL = replace(MOE_MODEL, moe=replace(MOE_MODEL.moe, balance=BiasBalance(rate=0.01)))
-MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after that the kill comes, at most, in seconds
+MOMENTS = {  # moment -> module and name of a function that rank 0 enters, and the longest delay of the kill (seconds)
     "step": ("launcher.training.loop", "run_step", 0.3),
     "save": ("parallel.checkpoint.saver", "write_shard", 0.03),
     "commit": ("parallel.checkpoint.local", "LocalStore.commit", 0.02),
@@ -70,7 +70,7 @@ MOMENTS = {  # what rank 0 enters, where it is looked up, and how long after tha
     "load": ("launcher.training.loop", "restore", 0.04),
 }
 PIDS = "pids"
-LAUNCHER, SERVER, ALL = "launcher", "fork server", "all ranks"  # victims, besides each rank
+LAUNCHER, SERVER, ALL = "launcher", "fork server", "all ranks"  # victims, besides single ranks
 PRELOAD = (
     "launcher.training.start",
     "launcher.training.loop",
@@ -83,7 +83,7 @@ PRELOAD = (
 
 @dataclass(frozen=True)
 class Kill:
-    """What is to happen in one start of a run."""
+    """The kill that is planned for one start of a run."""
 
     moment: str
     occurrence: int  # the n-th time that rank 0 enters it, from 1
@@ -93,7 +93,7 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """One run of the drill."""
+    """The outcome of one run of the drill, with a line for each problem found."""
 
     number: int
     layout: str
@@ -105,7 +105,7 @@ class Outcome:
 
 
 def plan(seed: int, number: int) -> tuple[str, list[Kill]]:
-    """The layout and the kills of run ``number``."""
+    """The layout and the kills of run ``number``, determined by ``seed`` and ``number``."""
     draw = random.Random(f"{seed}-{number}")
     layout = draw.choice(list(LAYOUTS))
     n_ranks = LAYOUTS[layout][0]
@@ -118,12 +118,12 @@ def plan(seed: int, number: int) -> tuple[str, list[Kill]]:
     if moment == "load":  # there must be something to load: a first kill later than the first checkpoint
         first = replace(kill("step", STEPS), occurrence=draw.randint(2 * EVERY, STEPS))
         return layout, [first, kill("load", 1)]
-    last = {"step": STEPS, "cleanup": STEPS // EVERY - 1}  # after the last clean-up there is nobody left to kill
+    last = {"step": STEPS, "cleanup": STEPS // EVERY - 1}  # after the last clean-up the run may have ended already
     return layout, [kill(moment, last.get(moment, STEPS // EVERY))]
 
 
 def write_config(folder: Path, name: str, tokens: str, layout: str) -> Path:
-    """The config of a run in folder/name."""
+    """Writes the config of a run in folder/name; returns its path."""
     config = run_config(
         tokens,
         model=MODEL,
@@ -146,7 +146,10 @@ def write_config(folder: Path, name: str, tokens: str, layout: str) -> Path:
 
 
 def start(config: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None = None) -> tuple[int, str]:
-    """What ``roundtable train`` does, in a process of its own, set up to be killed; the exit code and stderr."""
+    """Trains as ``roundtable train`` does, in a process of its own, with a kill planned; returns exit code and stderr.
+
+    ``plant`` is called in each rank before it trains.
+    """
     folder = config.with_suffix(".kill")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / PIDS).mkdir(parents=True)
@@ -161,7 +164,7 @@ def start(config: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], Non
 
 
 def launch(config: Path, folder: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None) -> None:
-    """The launcher's process."""
+    """The launcher's process: trains with its own fork server, and ranks that are set up to be killed."""
     end_with_parent()
     output_to(folder / "launcher.out", 1)
     output_to(folder / "launcher.err", 2)
@@ -172,7 +175,10 @@ def launch(config: Path, folder: Path, n_ranks: int, kill: Kill | None, plant: C
 
 
 def fork_a_fork_server(folder: Path) -> None:
-    """This process's own, as multiprocessing starts one, but forked, so that it need not import everything again."""
+    """Starts this process's fork server by forking, so that it need not import everything again.
+
+    multiprocessing itself would start it as a new interpreter.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
     listener.listen()
@@ -182,7 +188,7 @@ def fork_a_fork_server(folder: Path) -> None:
     if pid == 0:
         try:
             os.close(alive_write)
-            end_with_parent(launcher_pid)  # what parallel.processes.tied does first of all
+            end_with_parent(launcher_pid)  # as parallel.processes.tied does first
             sign(folder, SERVER)
             forkserver.main(listener.detach(), alive_read, [])
         finally:
@@ -200,12 +206,12 @@ def output_to(path: Path, descriptor: int) -> None:
 
 
 def sign(folder: Path, who: str) -> None:
-    """Leaves this process's pid, and when it began: another may get the number after it."""
+    """Writes this process's pid and start time to a file; the time tells it from a later process with the same pid."""
     (folder / PIDS / who).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
 
 
 def living(folder: Path) -> list[psutil.Process]:
-    """Those who have signed and live."""
+    """The processes that have signed and are still alive."""
     found = []
     for path in (folder / PIDS).iterdir():
         pid, began = path.read_text().split()
@@ -219,7 +225,7 @@ def living(folder: Path) -> list[psutil.Process]:
 def doomed_rank(
     folder: Path, n_ranks: int, kill: Kill | None, plant: Callable[[], None] | None, *arguments: Any
 ) -> Any:
-    """One rank: says who it is, sets the trap, and trains as always."""
+    """One rank: signs, sets the trap if it is rank 0, and trains as usual."""
     if plant is not None:
         plant()
     rank = int(os.environ["RANK"])
@@ -232,7 +238,7 @@ def doomed_rank(
 
 
 def set_trap(folder: Path, n_ranks: int, kill: Kill) -> None:
-    """Wraps what the moment names, so that the kill follows its n-th call."""
+    """Wraps the function of the kill's moment, so that the kill follows its n-th call after a delay."""
     module_name, path, _ = MOMENTS[kill.moment]
     *above, name = path.split(".")
     holder: Any = functools.reduce(getattr, above, __import__(module_name, fromlist=["_"]))
@@ -257,7 +263,7 @@ def set_trap(folder: Path, n_ranks: int, kill: Kill) -> None:
 
 
 def execute(folder: Path, n_ranks: int, kill: Kill, inside: threading.Event) -> None:
-    """Waits, then kills; the executioner last if it is among the victims."""
+    """Waits for the delay, then kills the victims, this process last if it is one of them."""
     time.sleep(kill.delay_seconds)
     victims = [kill.victim] if kill.victim != ALL else [f"rank {rank}" for rank in [*range(1, n_ranks), 0]]
     pids = [int((folder / PIDS / victim).read_text().split()[0]) for victim in victims]
@@ -274,7 +280,7 @@ def updates(run: Path) -> list[tuple]:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """The step of the newest, 0 where there is none."""
+    """The step of the run's newest checkpoint, 0 where there is none."""
     names = [path.name for path in (run / "checkpoints").glob("step-*")]
     return max((int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()), default=0)
 
@@ -283,7 +289,7 @@ class Drill:
     """A folder with token files, the uninterrupted runs of each layout, and the runs that are killed."""
 
     def __init__(self, folder: Path, seed: int, plant: Callable[[], None] | None = None) -> None:
-        """``plant`` breaks every rank of a restart on purpose."""
+        """``plant`` is called in every rank of a restart, to break it on purpose."""
         self.folder = folder
         self.seed = seed
         self.plant = plant
@@ -301,7 +307,7 @@ class Drill:
         return self.references[layout]
 
     def run(self, number: int) -> Outcome:
-        """One run: killed as planned, resumed until its end, judged; its folder stays where something was wrong."""
+        """One run: kills it as planned, resumes it to its end and judges it; its folder is kept if it has problems."""
         layout, kills = plan(self.seed, number)
         outcome = Outcome(number, layout, kills)
         reference = self.reference(layout)
@@ -332,7 +338,10 @@ class Drill:
 
 
 def judge_kill(victim: str, landed: str, code: int, errors: str) -> list[str]:
-    """A start that was killed ends with code 1 and says who was; a launcher that was ends by the signal, silently."""
+    """Problems with the exit code and stderr of a start in which ``victim`` was killed.
+
+    It must end with code 1 and say which process was killed; a killed launcher ends by the signal, without a message.
+    """
     if landed == "not at all":
         return [] if code == 0 else [f"nobody was killed, and the start ended with code {code}: {errors[-500:]}"]
     if code == 0:
@@ -345,7 +354,7 @@ def judge_kill(victim: str, landed: str, code: int, errors: str) -> list[str]:
 
 
 def judge_left(folder: Path) -> list[str]:
-    """The launcher has ended, in whatever way; soon after it, so have its fork server and its ranks."""
+    """A line for each process of fork server and ranks that is still alive some seconds after its launcher ended."""
     left = wait_for(lambda: living(folder))
     for process in left:
         process.kill()
@@ -353,7 +362,7 @@ def judge_left(folder: Path) -> list[str]:
 
 
 def judge_restart(run: Path, newest: int) -> list[str]:
-    """It went on from the newest checkpoint that was there, and none was damaged by the kill."""
+    """Problems of a restart: it must resume from the newest checkpoint, and no checkpoint may be damaged."""
     resumed = [row["step"] for row in read_metrics(run / "metrics.jsonl") if row.get("event") == "resume"]
     problems = []
     if 0 < newest < STEPS and resumed[-1:] != [newest]:
@@ -363,7 +372,7 @@ def judge_restart(run: Path, newest: int) -> list[str]:
 
 
 def judge_end(run: Path, rows: list[tuple], ledger: list[dict]) -> list[str]:
-    """The finished run against the uninterrupted one: every number, every sample, and what lies on disk."""
+    """Problems of the finished run: its numbers, samples and files must be those of the uninterrupted run."""
     problems = []
     if updates(run) != rows:
         problems.append(f"updates differ: {updates(run)}, uninterrupted {rows}")
@@ -381,7 +390,7 @@ def judge_end(run: Path, rows: list[tuple], ledger: list[dict]) -> list[str]:
 
 
 def summary(outcomes: list[Outcome], seed: int) -> dict[str, Any]:
-    """Counts by moment, victim and layout, and everything that went wrong."""
+    """The drill's summary for JSON: counts by moment, victim and layout, and the failed runs."""
     last = [(outcome, outcome.kills[-1], outcome.landed[-1]) for outcome in outcomes]
     return {
         "runs": len(outcomes),
@@ -399,7 +408,7 @@ def summary(outcomes: list[Outcome], seed: int) -> dict[str, Any]:
 
 
 def line_of(outcome: Outcome) -> str:
-    """One run in words."""
+    """One run's outcome as a line of text."""
     kill = outcome.kills[-1]
     verdict = f"FAILED: {outcome.problems}" if outcome.problems else "resumed, equal"
     what = f"{outcome.layout}: {kill.victim} killed {outcome.landed[-1]} {kill.moment} {kill.occurrence}"
@@ -407,7 +416,7 @@ def line_of(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """The command; returns 1 where a run did not come back as it was."""
+    """The command; returns 1 where a run has problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")

@@ -1,8 +1,8 @@
-"""Copies to the host and back that are made as late as they may be: what does not wait for them finds other numbers.
+"""Copies to the host and back that are made as late as possible, so that code that does not wait for them fails.
 
-On a CPU a copy is done when its call returns, so nothing could be read too early. Here each way has a queue; a copy is
-made when computation waits for its mark, or a copy that has to come after it. What it reads by then is what a GPU might
-find: where nothing holds the source any more, its memory may have been taken for something else.
+On a CPU a copy is done when its call returns, so nothing could be read too early. Here each direction has a queue, and
+a copy is made only when computation waits for its mark, or when a copy that has to come after it is made. It then reads
+what a GPU might find: where nothing refers to the source any more, its memory may have been reused.
 """
 
 import weakref
@@ -19,16 +19,16 @@ POISON = 0x7F  # the bytes of a large number in fp32 and bf16
 
 @dataclass
 class Late:
-    """As parallel.offload.Copies, over tensors of a CPU.
+    """The interface of parallel.offload.Copies over CPU tensors, with late copies.
 
-    ``n_late`` counts copies that were made at a wait: where it is none, a test has tested nothing.
+    ``n_late`` counts copies that were made at a wait; where it is 0, a test has tested nothing.
     """
 
     queues: dict[str, list[Callable[[], None]]] = field(default_factory=lambda: {"send": [], "fetch": []})
     done: dict[str, int] = field(default_factory=lambda: {"send": 0, "fetch": 0})
     n_late: int = 0
-    waits: Collection[str] = ("send", "fetch")  # planted: computation does not wait for one of them
-    orders: bool = True  # planted: a page is written before what lay in it has been fetched
+    waits: Collection[str] = ("send", "fetch")  # without one of these, computation does not wait for it: a fault
+    orders: bool = True  # False is a fault: a page is overwritten before its contents have been fetched
 
     def send(self, pairs: Pairs, after: Sequence[Mark]) -> Mark:
         return self.give("send", pairs, after)
@@ -39,7 +39,7 @@ class Late:
         return self.give("fetch", pairs, ())
 
     def give(self, way: str, pairs: Pairs, after: Sequence[Mark]) -> Mark:
-        """Puts the copies into the queue; the memory of the device is not held for them."""
+        """Queues the copies and returns their mark; device memory is not kept alive for them."""
         held = [(view_of(target, way == "fetch"), view_of(source, way == "send")) for target, source in pairs]
 
         def copy() -> None:
@@ -54,7 +54,7 @@ class Late:
         return way, self.done[way] + len(self.queues[way])
 
     def run(self, mark: Mark) -> None:
-        """Makes the copies up to a mark."""
+        """Makes all queued copies up to the mark."""
         way, end = mark
         while self.done[way] < end:
             copy = self.queues[way].pop(0)
@@ -73,12 +73,15 @@ class Late:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fills memory with what is not expected there."""
+    """Fills the tensor's memory with large numbers, which no result may contain."""
     tensor.view(torch.uint8).fill_(POISON)
 
 
 def view_of(tensor: Tensor, on_device: bool) -> Callable[[], Tensor | None]:
-    """The tensor, or None where it is on the device and nothing but this refers to its memory."""
+    """A function that returns the tensor, or None once nothing else refers to its memory on the device.
+
+    Tensors on the host (not ``on_device``) are always returned.
+    """
     if not on_device:
         return lambda: tensor
     storage, dtype = tensor.untyped_storage(), tensor.dtype

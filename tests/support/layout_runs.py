@@ -1,5 +1,4 @@
-"""What many-process tests run in each rank, and how its results are put together and compared with one plain
-process."""
+"""Functions that tests of parallel layouts run in each rank, and the comparison of their results with one process."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ DENSE_MODEL = ModelConfig(vocab_size=VOCAB_SIZE, d_model=32, n_layers=2, n_heads
 
 @dataclass
 class RankResult:
-    """What one rank saw and owns at the end."""
+    """One rank's metrics rows, and the pieces of weights and optimizer states that it owns at the end."""
 
     rows: list[dict[str, Any]]  # metrics rows
     pieces: list[tuple[str, str, Box, Tensor]]  # kind, name, box of the logical tensor, its elements
@@ -61,7 +60,7 @@ class RankResult:
 
 @dataclass
 class LayoutResult:
-    """The ranks' results put together: whole logical tensors."""
+    """The results of all ranks merged into whole logical tensors."""
 
     rows: list[dict[str, Any]]
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kind -> name -> logical tensor
@@ -77,7 +76,7 @@ class LayoutResult:
 
 
 def write_tokens(folder: Path, *, n_documents: int = 60, longest: int = 40, seed: int = 0) -> str:
-    """Ragged random documents as Megatron token files; returns their prefix."""
+    """Writes random documents of random lengths as a Megatron token file; returns its prefix."""
     from data.tokenwriter import TokenFileWriter
 
     random = np.random.default_rng(seed)
@@ -99,7 +98,7 @@ def run_config(
     steps: int = 3,
     **train: Any,
 ) -> RunConfig:
-    """A small run on the token files ``tokens``: 8 sequences of 24 tokens a step."""
+    """The config of a small run on the token file ``tokens``: 8 sequences of 24 tokens a step."""
     settings = {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32", **train}
     return RunConfig(
         model=model,
@@ -112,9 +111,10 @@ def run_config(
 
 
 def train_rank(config: RunConfig, fault: str | None = None, *, small_sizes: bool = False) -> RankResult:
-    """One rank: train.steps updates from step 0 by the real loop's step. ``fault`` breaks something on purpose.
+    """One rank: trains train.steps updates from step 0 with the real loop's step. All ranks call it.
 
-    ``small_sizes``: as a proof has them, so that tensors of a small model are worth a way to the host.
+    ``fault``: a fault of ``faults`` to plant. ``small_sizes``: use the sizes of a proof, with which even the small
+    tensors of a small model are offloaded to the host.
     """
     from faults import plant
     from launcher.prove.shrink import SMALL_SIZES
@@ -141,7 +141,7 @@ def train_rank(config: RunConfig, fault: str | None = None, *, small_sizes: bool
 
 
 def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
-    """What this rank of the engine owns."""
+    """The result of this rank: copies of all pieces that it owns of weights and states, and of its buffers."""
     pieces = []
     for fragment in (fragment for fragment in engine.fragments if fragment.is_owner):
         for kind, flat in engine.pieces(fragment).items():
@@ -152,7 +152,7 @@ def rank_result(engine: Any, rows: list[dict[str, Any]]) -> RankResult:
 
 
 def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None, *, small_sizes: bool = False) -> LayoutResult:
-    """Trains under the config's layout on ``n_ranks`` gloo processes."""
+    """Trains under the config's layout on ``n_ranks`` gloo processes; returns the merged result."""
     from parallel.processes.start import run_ranks
 
     train = partial(train_rank, small_sizes=small_sizes)
@@ -160,7 +160,7 @@ def run_layout(config: RunConfig, n_ranks: int, fault: str | None = None, *, sma
 
 
 def merge(results: list[RankResult]) -> LayoutResult:
-    """The ranks' pieces as whole tensors; every element must be there exactly once."""
+    """The ranks' pieces put together to whole tensors; fails unless every element is there exactly once."""
     merged = LayoutResult(results[0].rows)
     for result in results:
         merged.buffers |= result.buffers
@@ -179,7 +179,7 @@ def merge(results: list[RankResult]) -> LayoutResult:
 def run_reference(
     config: RunConfig, micro_batch_size: int | None = None, skipped: Collection[int] = ()
 ) -> LayoutResult:
-    """The same steps on one plain process, without DeepSpeed or any of the parallel code; ``skipped`` ones left out."""
+    """The config's steps on one plain process, without DeepSpeed or parallel code, except those in ``skipped``."""
     loss_scale = 2.0**16 if config.train.precision == "fp16" else 1.0
     trainer = ReferenceTrainer(
         config.model, config.optimizer, seed=config.seed, precision=config.train.precision, loss_scale=loss_scale
@@ -202,14 +202,14 @@ def run_reference(
 
 
 def read(dataset: Any, indices: np.ndarray) -> PlainBatch:
-    """Samples as the reference takes them."""
+    """The samples ``indices`` as a batch for the reference trainer."""
     batch = dataset.read(indices)
     arrays = (batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents_BS)
     return PlainBatch(*(torch.from_numpy(array) for array in arrays), samples_B=torch.from_numpy(indices))
 
 
 def assert_same_bits(found: LayoutResult, wanted: LayoutResult) -> None:
-    """Losses, gradients' norms, weights and states are the same numbers."""
+    """Asserts that losses, gradient norms, weights and optimizer states are equal bit for bit."""
     assert found.losses == wanted.losses
     assert found.grad_norms == wanted.grad_norms
     assert found.state.keys() == wanted.state.keys() and len(found.state) > 0
@@ -220,7 +220,7 @@ def assert_same_bits(found: LayoutResult, wanted: LayoutResult) -> None:
 
 
 def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, float]:
-    """Losses and norms: largest relative error over the steps. Weights, biases: largest absolute error."""
+    """The largest errors: relative ones of losses and norms over the steps, absolute ones of weights and buffers."""
     names = reference.state["weight"]
     weights = max(float((ours.state["weight"][name] - names[name]).abs().max()) for name in names)
     buffers = [float((ours.buffers[name] - value).abs().max()) for name, value in reference.buffers.items()]
@@ -233,5 +233,5 @@ def largest_error(ours: LayoutResult, reference: LayoutResult) -> dict[str, floa
 
 
 def relative(mine: list[float], theirs: list[float]) -> float:
-    """The largest relative error of a number that each step has."""
+    """The largest relative error between two lists of numbers, one for each step."""
     return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Runs of the real loop that evaluate tasks on their weights as they train."""
+"""Runs of the real training loop that evaluate tasks on their weights while they train."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ KINDS = ("pick", "bare", "roll")
 
 
 def prepared_folder(folder: Path) -> Path:
-    """Text, its tokens, and tasks."""
+    """Writes text, its token files and tasks into ``folder``; returns it."""
     draw = np.random.default_rng(0)
     (folder / "text").mkdir(parents=True)
     for number in range(40):
@@ -33,7 +33,7 @@ def prepared_folder(folder: Path) -> Path:
 
 
 def a_config(folder: Path, name: str, *, zero: int = 1, tasks: bool = True, **degrees: int) -> RunConfig:
-    """A run of two updates on the folder's text, of which tasks are evaluated after each."""
+    """The config of a run of two updates on the folder's text; with ``tasks``, tasks are evaluated after each."""
     names = tuple(str(folder / "own" / f"{kind}.yaml") for kind in KINDS) if tasks else ()
     options: dict[str, Any] = {"eval_tasks": names, "eval_tasks_every_steps": 1 if tasks else None}
     config = run_config("", model=dataclasses.replace(MOE_MODEL, vocab_size=VOCAB), steps=2, **options)
@@ -49,7 +49,10 @@ def a_config(folder: Path, name: str, *, zero: int = 1, tasks: bool = True, **de
 
 
 def trained(config: RunConfig, n_ranks: int, fault: str | None = None) -> list[dict[str, Any]]:
-    """Trains on so many processes; the rows of metrics.jsonl. The windows' answers lie in RUN/answers-N.npy."""
+    """Trains on ``n_ranks`` processes; returns the rows of metrics.jsonl.
+
+    The windows' answers of evaluation N are written to RUN/answers-N.npy, the likeliest tokens to RUN/best-N.npy.
+    """
     options: dict[str, Any] = {"timeout_seconds": 240, "threads": 1, "preload": ["launcher.training.loop"]}
     with claim(config):
         assert run_ranks(train_noting, n_ranks, config, fault, **options) == [0] * n_ranks
@@ -57,7 +60,10 @@ def trained(config: RunConfig, n_ranks: int, fault: str | None = None) -> list[d
 
 
 def train_noting(config: RunConfig, fault: str | None) -> Any:
-    """One rank, which notes the answers of each evaluation; ``fault`` is planted in it."""
+    """One rank of ``trained``, which records the answers of each evaluation.
+
+    The fault "share" drops the scored targets of all ranks but 0.
+    """
     import launcher.tasks.score as score
     import launcher.training.live_tasks as live
     import launcher.training.loop as loop
@@ -86,6 +92,6 @@ def train_noting(config: RunConfig, fault: str | None) -> Any:
 
 
 def answers_of(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Evaluation by evaluation: (windows, 2) log-likelihood and whether greedy; the likeliest tokens."""
+    """For each evaluation: an array [windows, 2] of log-likelihood and is-greedy, and the likeliest tokens."""
     paths = [sorted(Path(config.run_dir or "").glob(f"{name}-*.npy")) for name in ("answers", "best")]
     return [(np.load(answers), np.load(best)) for answers, best in zip(*paths, strict=True)]

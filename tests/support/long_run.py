@@ -1,4 +1,4 @@
-"""A run of some hundred steps, measured from within: each rank's memory at each step, and its watchdog's time."""
+"""A run of some hundred steps that measures each rank's memory after each step, and its watchdog's processor time."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from launcher.training.run_dir import claim
 from parallel.processes.start import run_ranks
 
-FIRST = 10  # what comes before fills caches: the heap, torch's and DeepSpeed's first allocations
+FIRST = 10  # the first measured step; earlier ones fill caches, the heap, torch's and DeepSpeed's first allocations
 
 
 @dataclass
@@ -20,27 +20,27 @@ class Measured:
 
     resident: list[int] = field(default_factory=list)  # bytes after each step
     seconds: float = 0.0  # from step FIRST to the last one
-    own: float = 0.0  # of the process on a core meanwhile
-    watchdog: float = 0.0  # of its watchdog's thread
+    own: float = 0.0  # processor seconds of the process in that time
+    watchdog: float = 0.0  # processor seconds of its watchdog's thread in that time
 
     @property
     def growth(self) -> int:
-        """Bytes by which the last hundred steps' highest mark lies above that of the hundred from FIRST on.
+        """Bytes by which the peak of the last hundred steps exceeds that of the hundred steps from FIRST on.
 
-        The garbage collector runs every hundred steps, so each has one whole turn of what waits for it.
+        The garbage collector runs every hundred steps, so each of the two spans holds one whole cycle of it.
         """
         return max(self.resident[-100:]) - max(self.resident[FIRST : FIRST + 100])
 
 
 def run_measured(config: Any, n_ranks: int, leaks: bool = False) -> list[Measured]:
-    """Each rank's figures of the real loop."""
+    """Trains with the real loop on ``n_ranks`` ranks; returns each rank's figures. ``leaks`` plants a memory leak."""
     with claim(config):
         options: dict[str, Any] = {"timeout_seconds": 280, "threads": 1, "preload": ["launcher.training.loop"]}
         return run_ranks(train_measured, n_ranks, config, leaks, **options)
 
 
 def train_measured(config: Any, leaks: bool) -> Measured:
-    """One rank."""
+    """One rank of ``run_measured``."""
     import launcher.training.loop as loop
     import launcher.training.step as step
 
@@ -72,12 +72,12 @@ def train_measured(config: Any, leaks: bool) -> Measured:
 
 
 def clocks() -> tuple[float, float, float]:
-    """Seconds: by the wall, of this process on a core, of its watchdog's thread on a core."""
+    """Seconds of wall time, of this process's processor time, and of its watchdog thread's processor time."""
     (watchdog,) = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
     clock = time.pthread_getcpuclockid(watchdog.ident or 0)
     return time.monotonic(), time.process_time(), time.clock_gettime(clock)
 
 
 def resident_bytes() -> int:
-    """Of this process, by the kernel's count."""
+    """The resident memory of this process in bytes, as the kernel counts it."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

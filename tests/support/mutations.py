@@ -1,6 +1,6 @@
-"""Hostile inputs made from valid ones: bytes broken at random places, and JSON trees with wrong values within.
+"""Makes hostile inputs from valid ones: changes bytes at random places, and values within JSON trees.
 
-All draws come from the generator that is passed in, so a seed names an input.
+All draws come from the generator that is passed in, so its seed determines the input.
 """
 
 import json
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-TOKENS = [  # pieces of text that parsers trip over
+TOKENS = [  # pieces of text that parsers often mishandle
     *(
         b"\0",
         b"\n",
@@ -34,7 +34,7 @@ TOKENS = [  # pieces of text that parsers trip over
     *(b"../", b"/etc/passwd", b"~", b"file:///", b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 40, b"null", b"true"),
 ]
 INTEGERS = [0, 1, -1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48, 2**62, 2**63 - 1, -(2**63)]
-VALUES: list[Any] = [  # in the place of a JSON value
+VALUES: list[Any] = [  # values to put in place of a JSON value
     *(
         None,
         True,
@@ -73,7 +73,7 @@ VALUES: list[Any] = [  # in the place of a JSON value
 
 
 def mutate(draw: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """One hostile input: a seed with one to four faults, of its bytes or, where it is JSON, of its tree."""
+    """One hostile input: one of ``seeds`` with one to four faults in its bytes or, where it is JSON, in its tree."""
     data = draw.choice(seeds)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 4))):
         tree = parsed(data)
@@ -94,7 +94,7 @@ def parsed(data: bytes) -> dict | list | None:
 
 
 def mutate_tree(draw: random.Random, tree: Any) -> Any:
-    """The tree, changed in place (or replaced) at one of its nodes, drawn evenly."""
+    """The tree, changed in place at one of its nodes, each as likely as any; a tree without nodes is replaced."""
     places = list(places_of(tree))
     if not places:
         return draw.choice(VALUES)
@@ -117,7 +117,7 @@ def mutate_tree(draw: random.Random, tree: Any) -> Any:
 
 
 def wrapped(depth: int, value: Any) -> Any:
-    """The value inside so many lists."""
+    """The value nested in ``depth`` lists."""
     for _ in range(depth):
         value = [value]
     return value
@@ -135,7 +135,7 @@ def places_of(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def flip(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """One bit."""
+    """Flips one bit."""
     if not data:
         return b"\x01"
     at = draw.randrange(len(data))
@@ -143,30 +143,30 @@ def flip(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
 
 
 def cut(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """The end is missing."""
+    """Cuts off the end at a random place."""
     return data[: draw.randrange(len(data) + 1)]
 
 
 def remove(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """A stretch is missing."""
+    """Removes a stretch of bytes."""
     start, end = stretch(draw, data)
     return data[:start] + data[end:]
 
 
 def repeat(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """A stretch is there several times."""
+    """Repeats a stretch of bytes."""
     start, end = stretch(draw, data)
     return data[:end] + data[start:end] * draw.choice((1, 2, 50)) + data[end:]
 
 
 def insert(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """A piece of text that parsers trip over."""
+    """Inserts one of TOKENS."""
     at = draw.randrange(len(data) + 1)
     return data[:at] + draw.choice(TOKENS) + data[at:]
 
 
 def number(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """A binary number is another, often an extreme one."""
+    """Overwrites a binary number with another, often an extreme one."""
     width = draw.choice((1, 2, 4, 8))
     at = draw.randrange(max(1, len(data) - width + 1))
     value = draw.choice((*INTEGERS, draw.getrandbits(64))) % 2 ** (8 * width)
@@ -174,19 +174,19 @@ def number(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
 
 
 def noise(draw: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
-    """A stretch is random bytes."""
+    """Overwrites a stretch with random bytes."""
     start, end = stretch(draw, data)
     return data[:start] + draw.randbytes(end - start) + data[end:]
 
 
 def splice(draw: random.Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """The beginning of this one and the end of another."""
+    """Joins the beginning of ``data`` and the end of another seed."""
     other = draw.choice(seeds)
     return data[: draw.randrange(len(data) + 1)] + other[draw.randrange(len(other) + 1) :]
 
 
 def stretch(draw: random.Random, data: bytes) -> tuple[int, int]:
-    """Where a stretch of at most 64 bytes begins and ends."""
+    """The start and end of a random stretch of at most 64 bytes."""
     start = draw.randrange(len(data) + 1)
     return start, min(len(data), start + draw.randint(1, 64))
 

@@ -1,4 +1,4 @@
-"""Routers two of whose experts score almost alike, so that rounding decides; and choices forced to differ."""
+"""Routers with two experts of almost equal scores, so that rounding decides; and choices that are forced to differ."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from modeling.router import Router
 
 @contextmanager
 def twin_experts(difference: float) -> Iterator[None]:
-    """At step 0 every router's row for expert 1 is that for expert 0, larger by the relative ``difference``.
+    """A context in which every router's initial row for expert 1 is that for expert 0, times 1 + ``difference``.
 
-    At 1e-7, half a unit in the last place, a score of one is above the other's by rounding alone.
+    At 1e-7, half a unit in the last place, rounding alone decides which of the two experts has the higher score.
     """
     draw = init.draw_normal
 
@@ -31,7 +31,7 @@ def twin_experts(difference: float) -> Iterator[None]:
 
 
 def choose_otherwise(least_gap: float, largest_gap: float) -> None:
-    """Makes this process's routers take the next expert where the last one chosen leads it by a gap in between."""
+    """Makes this process's routers replace the last chosen expert by the next best, where the gap is in the range."""
     choose = Router.choose
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ def choose_otherwise(least_gap: float, largest_gap: float) -> None:
 
 
 def leave_ties() -> None:
-    """Makes this process replay nothing: what a layout's own rounding chose stays."""
+    """Turns off the replay of routers' choices in this process, so that a layout's own choices stay."""
     from launcher.prove.compare.routing import ChoiceReplay
 
     compare = ChoiceReplay.compare

@@ -1,4 +1,4 @@
-"""Runs in which one step's batch holds no target that counts: all of its documents have one token."""
+"""Runs in which one step's batch has no targets, because all of its documents have one token."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ SEQ_LEN, BATCH, N_SAMPLES = 24, 8, 96
 
 
 def write_tokens_without_targets(folder: Path, steps: Sequence[int] = (EMPTY_STEP,)) -> str:
-    """Token files (their prefix) of which all documents that these steps of 8 sequences read have one token."""
+    """Writes a token file whose documents in ``steps`` (of 8 sequences) have one token each; returns its prefix."""
     n_tokens = N_SAMPLES * SEQ_LEN + 1
     prefix = folder / "tokens"
     random = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def write_tokens_without_targets(folder: Path, steps: Sequence[int] = (EMPTY_STE
 
 
 def write_documents(prefix: Path, ids: np.ndarray, starts: np.ndarray) -> None:
-    """A token file of documents that begin at these tokens."""
+    """Writes a token file of the tokens ``ids``, with documents that begin at ``starts``."""
     writer = TokenFileWriter(prefix, np.dtype(np.uint16))
     for document in np.split(ids, starts[1:]):
         writer.add(document)
@@ -47,14 +47,14 @@ def write_documents(prefix: Path, ids: np.ndarray, starts: np.ndarray) -> None:
 
 @dataclass
 class NoTargetResult:
-    """One rank's end, and what the empty step changed."""
+    """One rank's result, and whether the empty step left everything unchanged."""
 
     result: RankResult
     unchanged: list[bool]  # of the empty step: pieces of weights and states, then router biases, then the updates made
 
 
 def no_target_rank(configs: Sequence[RunConfig]) -> list[NoTargetResult]:
-    """One rank: each config's steps from step 0 on one mesh (they differ in ZeRO stage and precision)."""
+    """One rank: trains each config from step 0 on one mesh; the configs may differ in ZeRO stage and precision."""
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(configs[0].parallel, 120)
@@ -64,7 +64,7 @@ def no_target_rank(configs: Sequence[RunConfig]) -> list[NoTargetResult]:
 
 
 def run_one(config: RunConfig, mesh: Any) -> NoTargetResult:
-    """One config's steps, with all that the engine holds compared around the empty one."""
+    """Trains one config, and compares everything that the engine holds before and after the empty step."""
     from launcher.config.tree import HealthConfig
     from launcher.training.health import Health
     from launcher.training.loop import build_engine, run_step
@@ -87,7 +87,7 @@ def run_one(config: RunConfig, mesh: Any) -> NoTargetResult:
 
 
 def everything(engine: Any) -> list[np.ndarray]:
-    """Copies of all that the engine holds for a checkpoint."""
+    """Copies of everything that the engine would save in a checkpoint."""
     pieces = [piece for fragment in engine.fragments for piece in engine.pieces(fragment).values()]
     buffers = list(engine.model.buffers())
     scalars = np.array([engine.updates(), *engine.loss_scaler_state().values()], dtype=float)
@@ -103,7 +103,7 @@ def as_first_of(config: RunConfig, zero: int, precision: str) -> RunConfig:
 
 @contextmanager
 def one_token_documents() -> Iterator[None]:
-    """Proofs within it get token files in which every document has one token."""
+    """A context in which proofs get token files whose documents all have one token."""
     import launcher.prove.tokens as tokens
 
     def write(prefix: Path, random: np.random.Generator, *, n_tokens: int, vocab_size: int, **lengths: Any) -> None:

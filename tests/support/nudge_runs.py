@@ -5,7 +5,7 @@ from layout_runs import RankResult, rank_result
 
 
 def nudged(config: RunConfig, seed: int | None) -> RankResult:
-    """What this rank owns of the first weights, nudged by the coins of ``seed`` (None: as they are)."""
+    """The pieces of the initial weights that this rank owns, nudged at random by ``seed`` (None: not nudged)."""
     from launcher.replay.rounding import nudge_masters
     from launcher.training.loop import build_engine
     from parallel.mesh import opened_mesh

@@ -1,4 +1,4 @@
-"""The numbers written into a package's code: module constants, defaults of arguments and fields, and bare numbers."""
+"""Lists the numbers in a package's source: module constants, defaults of arguments and fields, and bare numbers."""
 
 import ast
 import operator
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SMALLEST_BARE = 8  # bare numbers below it are dims, exponents and halves, not sizes
-SMALLEST_DEFAULT = 2  # 0 and 1 begin a count, or mean none
+SMALLEST_DEFAULT = 2  # 0 and 1 are starts of counts, or mean none
 
 
 def numbers_in(folder: Path) -> dict[str, float]:
-    """Each number's place, as "parallel.mesh.NAME", "….function(argument)", "….Class.field" or "….function: 500"."""
+    """The numbers by place: "parallel.mesh.NAME", "….function(argument)", "….Class.field" or "….function: 500"."""
     found: dict[str, float] = {}
     for path in sorted(folder.rglob("*.py")):
         module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
@@ -51,7 +51,10 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: str) -> It
 
 
 def _bare(node: ast.AST, where: str) -> Iterator[tuple[str, float]]:
-    """Numbers within, each expression of numbers alone as one; but no bounds of a config's key, which refuse input."""
+    """Bare numbers within a node, an expression of numbers counting as one number.
+
+    The bounds of config keys are left out, since they only reject input.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Interval":
         return
     number = value_of(node) if isinstance(node, ast.expr) else None
@@ -76,7 +79,7 @@ OPERATORS: dict[type, Callable[..., float]] = {
 
 
 def value_of(node: ast.expr) -> float | None:
-    """What an expression of numbers alone comes to: 16 << 20; None for any other."""
+    """The value of an expression made of numbers alone, such as 16 << 20; None for any other."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

@@ -1,4 +1,4 @@
-"""An S3 server on this machine, and a store of files whose answers can be made to fail."""
+"""An S3 server on this machine that can deny requests, and a count of what a process fetches from a URL."""
 
 import io
 from collections.abc import Callable, Collection, Iterator
@@ -13,10 +13,10 @@ from moto.server import ThreadedMotoServer
 
 @contextmanager
 def s3_bucket(folder: Path, bucket: str, denied: Collection[str] = ()) -> Iterator[str]:
-    """The URL of an empty bucket; every process started within it finds its server and keys.
+    """A context with an empty bucket, whose URL it gives; processes started in it find the server and its keys.
 
-    Objects whose names hold a word of ``denied``, which may change, are neither read nor deleted. fsspec keeps file
-    systems: one of an earlier server in this process would be asked again.
+    Requests to read or delete objects whose names contain a word of ``denied`` are refused; the collection may change
+    meanwhile. fsspec's cache of file systems is cleared, because it could hold one of an earlier server.
     """
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -35,7 +35,7 @@ def s3_bucket(folder: Path, bucket: str, denied: Collection[str] = ()) -> Iterat
 
 
 def _denying(app: Callable[..., Any], denied: Collection[str]) -> Callable[..., Any]:
-    """A server's application that refuses as S3 does: a read with status 403, a deletion of several with 200."""
+    """The server's application, with denied requests refused as S3 does: reads with status 403, deletions with 200."""
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         reads, deletes = environ["REQUEST_METHOD"] == "GET", environ["QUERY_STRING"] == "delete"
@@ -54,7 +54,10 @@ def _denying(app: Callable[..., Any], denied: Collection[str]) -> Callable[..., 
 
 
 def count_fetches(cache: str, url: str, log: str, block_bytes: int, order: list[int]) -> int:
-    """A process: reads all tokens of a file at a URL, a window at a time, and writes down what it fetched."""
+    """Reads the windows ``order`` of 50 tokens of a token file at a URL; returns the sum of their tokens.
+
+    The start of each fetched block is appended to the file ``log``. Changes this process's block size.
+    """
     import data.block_cache as block_cache
     import data.remote_tokens as remote_tokens
     from data.remote import RemoteObject

@@ -1,4 +1,4 @@
-"""Engines whose masters are on the host, in one rank."""
+"""Runs of one rank with optimizer states on the host, with and without skipped steps."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from launcher.config.tree import RunConfig
 
 
 def after_skipped_steps(config: RunConfig) -> list[dict[str, Tensor]]:
-    """The rank's weights, masters and states after two updates; then with steps between that were skipped.
+    """The rank's weights, masters and states after two updates, first plain, then with two skipped steps in between.
 
-    One is discarded, and one has gradients that are not finite. Each has to leave all as it was.
+    One of these is discarded, and one has gradients that are not finite. Each must leave everything unchanged.
     """
     from parallel.mesh import close_mesh, open_mesh
 
@@ -46,7 +46,7 @@ def run(config: RunConfig, mesh: Any, *, skips: bool) -> dict[str, Tensor]:
 
 
 def held(engine: Any) -> dict[str, Tensor]:
-    """Copies of what this rank keeps."""
+    """Copies of the masters, states and weights that this rank keeps."""
     pieces = {
         f"{fragment.name} {kind}": flat.clone()
         for fragment in engine.fragments

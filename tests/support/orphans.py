@@ -1,4 +1,4 @@
-"""Killing a process in the midst of its work, and seeing that none of those that it started lives on."""
+"""Kills a process while it works, and checks that none of the processes that it started outlives it."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ ORPHAN_SECONDS = 10.0  # what docs/failures.md promises
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
-    """The process and all that it and those have started, also in sessions of their own."""
+    """The process and all its descendants, also those in sessions of their own."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
 
 def programs(tree: Iterable[psutil.Process]) -> dict[int, str]:
-    """What each of them runs, by pid."""
+    """The command line of each process by pid, cut at 150 characters."""
     return {process.pid: " ".join(process.cmdline())[:150] for process in tree}
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it still runs; one that has ended and waits for its parent does not."""
+    """Whether the process is still running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -30,7 +30,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def kill_and_see_all_end(pid: int, tree: Iterable[psutil.Process], signum: int = signal.SIGKILL) -> None:
-    """Kills one process of the tree; fails where another of it still lives 10 seconds later."""
+    """Kills one process of the tree; fails where another one is still alive 10 seconds later."""
     tree = list(tree)
     told = programs(tree)
     os.kill(pid, signum)
@@ -43,7 +43,7 @@ def kill_and_see_all_end(pid: int, tree: Iterable[psutil.Process], signum: int =
 
 
 def wait_for(remaining: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """Waits until nothing remains, for ORPHAN_SECONDS at most; returns what does."""
+    """Waits until no process remains, for ORPHAN_SECONDS at most; returns those that do."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while (left := remaining()) and time.monotonic() < deadline:
         time.sleep(0.02)

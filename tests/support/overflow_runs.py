@@ -1,4 +1,4 @@
-"""fp16 runs in which each rank in turn has an infinite gradient that no other rank has."""
+"""fp16 runs in which one rank after another has an infinite gradient that no other rank has."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from launcher.config.tree import RunConfig
 from layout_runs import RankResult, rank_result
 
 FIRST_OVERFLOW = 2  # the step in which rank 0's gradient overflows; rank r's does r steps later
-KINDS = (".experts.", "norm", "embed.weight", "router")  # of weights whose gradients overflow, in turn
+KINDS = (".experts.", "norm", "embed.weight", "router")  # the kind of weight whose gradient overflows, by rank
 
 
 @dataclass
 class OverflowResult:
-    """One rank's end."""
+    """One rank's result, and hashes of the 16-bit weights that it holds at the end."""
 
     result: RankResult
     held: dict[tuple[str, tuple[int, ...]], str]  # weight, start of the box -> hash of the 16-bit elements held
 
 
 def overflow_rank(config: RunConfig, fault: str | None) -> OverflowResult:
-    """One rank: as many steps as the config says, the rank's own gradient infinite in one of them."""
+    """One rank: trains train.steps steps, in one of which this rank's own gradient is infinite."""
     from data.dataset import open_dataset
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
@@ -57,7 +57,7 @@ def break_gradients(engine: Any, state: Any) -> None:
         return
     after_backward = engine.sharding.after_backward
 
-    def broken(stage: Any) -> None:  # a pipeline's zero-bubble schedules call no hooks of autograd's
+    def broken(stage: Any) -> None:  # zero-bubble schedules call no autograd hooks
         if is_due() and weight.grad is not None:
             weight.grad.mul_(float("inf"))
         after_backward(stage)
@@ -66,7 +66,7 @@ def break_gradients(engine: Any, state: Any) -> None:
 
 
 def plant(fault: str, engine: Any) -> None:
-    """Breaks how ranks agree on an overflow."""
+    """Breaks the agreement of the ranks on an overflow in the named way."""
     import parallel.zero.norm as norm
 
     match fault:
@@ -90,7 +90,7 @@ def plant(fault: str, engine: Any) -> None:
 
 
 def held_weights(engine: Any) -> dict[tuple[str, tuple[int, ...]], str]:
-    """The hash of every weight as this rank computes with it. All ranks call it."""
+    """(name, start of the box) -> the hash of each weight as this rank computes with it. All ranks call it."""
     import deepspeed
 
     named = list(engine.model.named_parameters())

@@ -1,4 +1,4 @@
-"""Packed documents and heads that attend within them, drawn at random."""
+"""Random rows of packed documents, and random queries, keys and values for them."""
 
 import torch
 from hypothesis import settings
@@ -32,7 +32,7 @@ def contexts(draw: st.DrawFn) -> Context:
 def heads(
     context: Context, n_heads: int, n_kv_heads: int, seed: int, dtype: torch.dtype = torch.float32, d_v: int = 8
 ) -> list[Tensor]:
-    """Queries, keys and values (B, S, heads, 8), values of ``d_v`` channels, that want gradients."""
+    """Random queries, keys and values (B, S, heads, 8), values of ``d_v`` channels, that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq_len = context.positions_BS.shape
     shapes = [(batch, seq_len, n, width) for n, width in ((n_heads, 8), (n_kv_heads, 8), (n_kv_heads, d_v))]

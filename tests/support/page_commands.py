@@ -1,10 +1,10 @@
-"""Blocks of a Markdown page that are run: each fence says so behind its language.
+"""Runs the blocks of a Markdown page. A marker after the language of a fence says what to do with its text:
 
     ```yaml file=own.yaml      the text becomes that file in the page's folder
     ```sh run                  bash runs the text there, and ends at the first command that fails
     ```text shown              lines that the last run printed, in this order; … stands for anything within a line
 
-Other fences are for reading. All blocks of a page are one story: its folder is empty at first, and stays.
+Other fences are ignored. All blocks of a page share one folder, which is empty at first.
 """
 
 import os
@@ -20,7 +20,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^ *```$",
 
 @dataclass(frozen=True)
 class Block:
-    """A fence: its language, the word behind it, its text and the page's line that it begins at."""
+    """A fenced block: its language, the marker after it, its text, and the line of the page where it begins."""
 
     language: str
     marker: str
@@ -39,7 +39,10 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: Path, timeout: float = 600) -> int:
-    """Runs the page's blocks in ``folder``; returns how many were run. Raises AssertionError, naming the line."""
+    """Runs the page's blocks in ``folder``; returns the number of blocks that were run.
+
+    Raises AssertionError, with the line's number, where a command fails or expected output is missing.
+    """
     printed, count = "", 0
     for block in blocks_of(page):
         if block.marker.startswith("file="):
@@ -55,7 +58,7 @@ def run_page(page: str, folder: Path, timeout: float = 600) -> int:
 
 
 def run_shell(block: Block, folder: Path, timeout: float) -> str:
-    """What bash prints, errors too."""
+    """Runs a block with bash; returns what it printed to stdout and stderr. Raises AssertionError where it fails."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     done = subprocess.run(
@@ -72,7 +75,7 @@ def run_shell(block: Block, folder: Path, timeout: float) -> str:
 
 
 def first_missing(wanted: str, printed: str) -> str | None:
-    """The first line of ``wanted`` that ``printed`` does not have behind those before it, or None."""
+    """The first line of ``wanted`` that ``printed`` lacks after the lines before it; None where all are there."""
     at = 0
     for line in wanted.splitlines():
         pattern = r"\s+".join(r"\S.*".join(map(re.escape, word.split("…"))) for word in line.split())
@@ -84,7 +87,7 @@ def first_missing(wanted: str, printed: str) -> str | None:
 
 
 def commands_of(page: str) -> list[tuple[int, list[str]]]:
-    """(line, words) of each `roundtable ...`: in a shell's fence, set in by four blanks, or within a sentence."""
+    """(line, words) of each `roundtable ...` command: in a shell block, indented by four spaces, or in a sentence."""
     texts = [(block.line, block.text) for block in blocks_of(page) if block.language in ("sh", "bash", "")]
     outside = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page)
     texts += [
@@ -101,6 +104,6 @@ def commands_of(page: str) -> list[tuple[int, list[str]]]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command up to a pipe, a redirection, an ellipsis, or what is told behind several blanks or #."""
+    """The words of a command up to a pipe, redirection, ellipsis, comment, or remark after several spaces."""
     command = re.split(r"\s{3,}|\s#|\s[|>;&]|…|\.\.\.", command)[0]
     return shlex.split(command.replace("[", " ").replace("]", " ") if "=" not in command else command)

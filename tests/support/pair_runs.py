@@ -1,4 +1,4 @@
-"""Checkpoints between layouts: every layout saves once, every layout loads what every other saved and goes on."""
+"""Tests of checkpoints between layouts: each layout saves once, and each resumes from what the others saved."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,24 +17,25 @@ from parallel.mesh import Mesh, close_mesh, open_mesh
 from parallel.processes.start import run_ranks
 from parallel.zero.engine import Engine
 
-STEPS = 3  # before the save, and after it
-ODD_SCALER = {"cur_scale": 512.0, "cur_iter": 41, "last_overflow_iter": 17, "cur_hysteresis": 1}  # unlike a new one
+STEPS = 3  # before the save, and again after it
+# A loss scaler's state that differs from a new one's in every field.
+ODD_SCALER = {"cur_scale": 512.0, "cur_iter": 41, "last_overflow_iter": 17, "cur_hysteresis": 1}
 TIMEOUT_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of run under one layout: what it saves as, and which others' checkpoints it goes on from."""
+    """One kind of run under one layout, with the checkpoints of other layouts that it resumes from."""
 
-    name: str  # sgd, adamw, bf16, ...: those of one name can be compared
+    name: str  # sgd, adamw, bf16, ...: works of the same name can be compared
     config: RunConfig  # train.steps is 2 STEPS
     sources: tuple[str, ...] = ()  # folders of checkpoints, relative to the matrix's
-    resaves: bool = False  # save again what was loaded, and compare every tensor with the source
+    resaves: bool = False  # whether to save again what was loaded, and compare every tensor with the source
 
 
 @dataclass
 class Saved:
-    """An uninterrupted run that saved halfway."""
+    """The result of an uninterrupted run that saved a checkpoint halfway."""
 
     rows: list[dict[str, Any]]  # 2 STEPS
     state: str  # a hash of this rank's weights and optimizer states at the end
@@ -42,23 +43,23 @@ class Saved:
 
 @dataclass
 class Loaded:
-    """A run that went on from a checkpoint."""
+    """The result of a run that resumed from a checkpoint."""
 
     rows: list[dict[str, Any]]  # STEPS
     state: str
-    start: TrainState  # what the checkpoint said
+    start: TrainState  # the state in the checkpoint
     differing: list[str] = field(default_factory=list)  # "kind of name" whose bits changed between load and save
 
 
 def save_under(layout: str, n_ranks: int, works: Sequence[Work], folder: Path) -> list[dict[str, Saved]]:
-    """Each work's run under the layout, saved halfway to folder/work/layout; by rank."""
+    """Runs each work under the layout, with a checkpoint halfway in folder/work/layout; the results of each rank."""
     return run_ranks(_save_rank, n_ranks, layout, works, folder, timeout_seconds=TIMEOUT_SECONDS, threads=1)
 
 
 def load_under(
     layout: str, n_ranks: int, works: Sequence[Work], folder: Path, before: Callable[[], None] | None = None
 ) -> dict[tuple[str, str], Loaded]:
-    """Every work's sources, each loaded under the layout and gone on with; by (work, source). Ranks' hashes joined.
+    """Resumes under the layout from each source of each work; (work, source) -> result, the ranks' hashes joined.
 
     ``before`` runs first in every rank.
     """
@@ -106,7 +107,10 @@ def _load_rank(
 
 
 def _load_one(work: Work, engine: Engine, source: Path, again: Path | None) -> Loaded:
-    """Loads over weights of another seed and what the last run left, so that nothing forgotten can be right."""
+    """Loads one source and trains on.
+
+    The engine holds weights of another seed and the states of the last run before, so that anything not loaded shows.
+    """
     config = work.config
     engine.initialize_weights(config.seed + 1)
     state, warnings = restore(source, engine, config.seed + 1)
@@ -127,7 +131,7 @@ def _open(config: RunConfig) -> Any:
 
 
 def compare(before: Path, after: Path) -> list[str]:
-    """What differs in any bit between two checkpoints' logical tensors, and which scalars."""
+    """A line for each logical tensor that differs in any bit between two checkpoints, and for each differing scalar."""
     old, new = open_checkpoint(before), open_checkpoint(after)
     differing = []
     for kind in sorted({*old.manifest.kinds, *new.manifest.kinds}):

@@ -1,7 +1,7 @@
-"""A loss and its gradient's norm, of the same weights by us and a peer of benchmarks/step_speed.py: run as a program.
+"""Compares the loss and the gradient norm of Roundtable and of a peer of benchmarks/step_speed.py on equal weights.
 
 `python peer_losses.py megatron_core|torchtitan [--planted]` prints one JSON line; `missing` names a package that is not
-there. Planted: the peer's rotary embedding turns at other angles.
+installed. With --planted, the peer's rotary embedding rotates by other angles.
 """
 
 import json
@@ -61,7 +61,7 @@ def main(peer: str, planted: bool) -> None:
 
 
 def ours() -> nn.Module:
-    """Our model with weights large enough that each of them is seen in the loss."""
+    """Roundtable's model, with weights large enough that each of them shows in the loss."""
     with torch.device("meta"):
         model = build_decoder(CONFIG)
     materialize(model, CONFIG, 0, "cpu", torch.float32)
@@ -83,7 +83,7 @@ def norm(model: nn.Module) -> float:
 
 
 def titan_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By torchtitan's own converter."""
+    """The weights under torchtitan's names, by its own converter."""
     from torchtitan.models.qwen3 import Qwen3ModelArgs
     from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
@@ -93,7 +93,10 @@ def titan_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def megatron_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Queries, keys and values of a group of heads lie together there, and a gate beside its up projection."""
+    """The weights under Megatron-Core's names.
+
+    Megatron-Core fuses queries, keys and values of each group of heads, and gate and up projections.
+    """
     found = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": weights["model.norm.weight"],

@@ -1,6 +1,7 @@
-"""The most that a rank's tensors hold in a real training step over gloo, and what a plan says of it.
+"""Measures the peak memory of a rank's tensors in a real training step over gloo, and plans the same step.
 
-The count shares no code with the plan's: storages by their address in torch, from before the engine is built.
+The measurement shares no code with the plan: it counts storages by their address in torch, from before the engine is
+built.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from launcher.config.tree import RunConfig
 from parallel.sizes import Sizes
 
-# One row for each pair: the CPU's rounded-up rows have numbers that no trace knows. Small buffers of DeepSpeed's: of
-# its own, 2 GB, every error would be a small share.
+# Rows are not rounded up, since a trace cannot know the number of rounded-up rows on a CPU. DeepSpeed's buffers are
+# small: beside its default of 2 GB every error would be a small share.
 SIZES = Sizes(
     row_multiple=1,
     bucket=1 << 18,
@@ -32,14 +33,14 @@ SIZES = Sizes(
 
 @dataclass
 class Measured:
-    """What one rank measured: bytes, and the rows it received over ep in the fullest pass, over those it sent."""
+    """One rank's peak memory in bytes, and the rows received over rows sent on ep in its fullest pass."""
 
     peak: int
     imbalance: float
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operations have met and that something still refers to; of those that have memory."""
+    """Counts the bytes of all storages used by operations as long as something refers to them; meta ones have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_rank(config: RunConfig) -> Measured:
-    """One rank of a real run: its second step."""
+    """One rank of a real run: measures its second step. All ranks call it."""
     from launcher.estimate.samples import WholeSequences
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
@@ -81,7 +82,7 @@ def measure_rank(config: RunConfig) -> Measured:
         return [sent, received]
 
     samples: Any = WholeSequences(config)
-    # What kernels keep between calls is a CPU's alone: a plan is of a GPU.
+    # Buffers that kernels keep between calls exist on a CPU only, and the plan is for a GPU.
     anew = patch.object(Scratch, "take", lambda self, name, shape, like: like.new_empty(shape))
     with anew, LiveBytes() as live:
         engine, state = build_engine(config, mesh, SIZES), TrainState()
@@ -99,18 +100,18 @@ def measure_rank(config: RunConfig) -> Measured:
 
 
 def planned_peak(config: RunConfig, world_size: int, rank: int, imbalance: float) -> int:
-    """What the plan says, traced on the CPU as the run is, in a process of its own."""
+    """The planned peak in bytes, traced for the CPU as the real run is, in a process of its own."""
     return sum(planned_holders(config, world_size, rank, imbalance).values())
 
 
 def planned_holders(config: RunConfig, world_size: int, rank: int, imbalance: float) -> dict[str, int]:
-    """The bytes of the planned peak, by what they are for."""
+    """The bytes of the planned peak by use (weights, gradients, activations, ...)."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(traced_holders, config, world_size, rank, imbalance).result()
 
 
 def traced_holders(config: RunConfig, world_size: int, rank: int, imbalance: float) -> dict[str, int]:
-    """In the process of ``planned_holders``."""
+    """The part of ``planned_holders`` that runs in the new process."""
     from launcher.estimate.whole_step import measure_memory
 
     torch._C._set_multithreading_enabled(False)
@@ -118,5 +119,5 @@ def traced_holders(config: RunConfig, world_size: int, rank: int, imbalance: flo
 
 
 def with_parallel(config: RunConfig, **changes: Any) -> RunConfig:
-    """The config under another layout."""
+    """The config with changes to its parallel section."""
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **changes))

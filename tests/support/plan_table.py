@@ -10,7 +10,7 @@ from launcher.closed_form.rows import read_rows
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "published" / "rows.jsonl"
 PAGE = ROOT / "docs" / "plan-table.md"
-DIGITS = 4  # of a constant: enough for the page's figures, few enough for another machine's rounding
+DIGITS = 4  # of a constant: enough for the page's figures, and few enough to be equal on every machine
 
 
 def constants_text(found: Evaluation) -> str:
@@ -27,12 +27,12 @@ def constants_text(found: Evaluation) -> str:
 
 
 def as_float(value: float) -> str:
-    """A number that YAML reads as one with a fraction."""
+    """The number as text that YAML reads as a float."""
     return f"{value:.{DIGITS - 1}e}"
 
 
 def write() -> None:
-    """Fits, writes the constants, then the page, whose anchors use them."""
+    """Fits and writes the constants, then the page, whose anchors use the constants."""
     found = evaluate(read_rows(ROWS))
     FILE.write_text(constants_text(found))
     fitted.cache_clear()

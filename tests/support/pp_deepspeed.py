@@ -1,4 +1,4 @@
-"""What pipeline tests run in each rank with DeepSpeed's engine: pp x dp, any ZeRO stage."""
+"""Functions that pipeline tests run in each rank with DeepSpeed's engine: pp x dp, any ZeRO stage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class EngineSeen:
 
     losses: list[float]
     norms: list[float]
-    weights: dict[str, Tensor]  # of the first rank of dp; each logical tensor is on one stage
-    copies: dict[str, Tensor]  # the tied weight's second copy
+    weights: dict[str, Tensor]  # on dp rank 0 only; each logical tensor is on one stage
+    copies: dict[str, Tensor]  # the second copy of a tied weight
 
 
 def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) -> EngineSeen:
-    """One rank of pp x 2: steps of SGD through DeepSpeed."""
+    """One rank of pp x 2: trains with SGD through DeepSpeed. All ranks call it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from parallel.config import ParallelConfig
@@ -92,7 +92,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
 
 
 def build_model(case: Case, parts: list[Any], dtype: torch.dtype, adopt: Callable[[Any, Any], None]) -> Decoder:
-    """This rank's decoder with its weights at step 0, each taken by ``adopt``."""
+    """This rank's decoder with its initial weights, each passed to ``adopt`` with its layout."""
     from parallel.layout import layout_of
     from parallel.pipeline.stages import keep_parts
 
@@ -113,7 +113,7 @@ def build_model(case: Case, parts: list[Any], dtype: torch.dtype, adopt: Callabl
 
 
 def engine_errors(case: Case, zero: int, precision: str = "fp32", clip_norm: float | None = None) -> dict[str, float]:
-    """Runs the case on pp x 2 processes and on one plain process: largest relative errors (weights: absolute)."""
+    """The largest relative errors (absolute for weights) of the case on pp x 2 processes against one plain process."""
     from parallel.processes.start import run_ranks
 
     results: list[EngineSeen] = run_ranks(

@@ -1,4 +1,4 @@
-"""What pipeline tests run in each rank, without DeepSpeed: plain SGD on the gradients that the schedule leaves."""
+"""Functions that pipeline tests run in each rank without DeepSpeed: plain SGD on the schedule's gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,7 @@ MODELS = {"moe": MOE, "bias": BIAS, "dense": DENSE}
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a model, a schedule, and how the batch is cut."""
+    """One pipeline run: the model, the schedule, the cut of the batch, and a fault to plant."""
 
     model: ModelConfig
     pipeline: PipelineConfig
@@ -62,14 +62,14 @@ class Case:
     steps: int = 2
     lr: float = 0.2
     recompute: Any = "none"  # of all layers, or of each
-    offload: bool = False  # what layers keep waits on the host
+    offload: bool = False  # activations are offloaded to the host
     padded: bool = False
     fault: str | None = None
 
 
 @dataclass
 class Seen:
-    """What a run saw, merged over ranks."""
+    """The results of a run, of one rank or merged over ranks."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # by step
@@ -77,9 +77,9 @@ class Seen:
     balance: list[dict[int, float]] = field(default_factory=list)
     eval_loss: float = 0.0
     orders: list[list[str]] = field(default_factory=list)  # by rank: actions of the last step
-    peaks: list[int] = field(default_factory=list)  # by rank: stage activations alive at once
+    peaks: list[int] = field(default_factory=list)  # by rank: most stage activations alive at once
     sent: list[int] = field(default_factory=list)  # by rank: bytes sent to other ranks in the last step
-    pages: list[int] = field(default_factory=list)  # by rank: of the host, that activations have taken
+    pages: list[int] = field(default_factory=list)  # by rank: pages of host memory used for activations
     copies: list[dict[str, Tensor]] = field(default_factory=list)  # by rank: weights at the end
 
 
@@ -100,7 +100,7 @@ def batch_of(case: Case, step: int) -> list[ReferenceBatch]:
 
 @cache
 def reference(case: Case) -> Seen:
-    """The same steps on one plain process."""
+    """The results of the case's steps on one plain process."""
     seen = Seen()
     trainer = ReferenceTrainer(case.model, SGDConfig(lr=case.lr, clip_norm=None), seed=SEED)
     for step in range(case.steps):
@@ -142,7 +142,7 @@ def micro_batches(parts: list[ReferenceBatch], scale: float = 1.0) -> tuple[list
 
 
 def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any, Any, list[Any]]:
-    """This rank's decoder with its weights at step 0, its pipeline, and its parts."""
+    """This rank's decoder with its initial weights, its pipeline, and its parts of the model."""
     from launcher.prove.shrink import SMALL_SIZES
     from parallel.offload import copies_for, offloader_of
     from parallel.pipeline.stages import keep_parts, rank_parts
@@ -160,7 +160,7 @@ def build_pipeline(case: Case, mesh: Any, precision: str = "fp32") -> tuple[Any,
 
 
 def make_pipeline(case: Case, mesh: Any, model: Any, parts: list[Any], dtype: torch.dtype) -> Any:
-    """The pipeline over a decoder that is ready."""
+    """The pipeline over this rank's decoder ``model``."""
     from parallel.pipeline.run import Pipeline
 
     return Pipeline(
@@ -175,7 +175,7 @@ def make_pipeline(case: Case, mesh: Any, model: Any, parts: list[Any], dtype: to
 
 
 def run_rank(case: Case) -> Seen:
-    """One rank's steps; what it saw by itself."""
+    """Runs the case's steps on one rank; returns this rank's results. All ranks call it."""
     from parallel.mesh import close_mesh, open_mesh
     from parallel.pipeline.config import stage_ranks
     from parallel.pipeline.stages import is_second_copy, tied_weight
@@ -234,7 +234,7 @@ def count_sent() -> list[int]:
 
 
 def collect(seen: Seen, outputs: list[Output], n_targets: int, model: Any, ready: list[Any]) -> None:
-    """Adds one step."""
+    """Adds one step's losses, counts, balance losses and gradients to ``seen``."""
     seen.losses.append(sum(float(output.loss) for output in outputs if output.loss is not None) / n_targets)
     n_sequences = sum(part.tokens_BS.shape[0] for part in ready)
     counts: dict[int, Tensor] = {}
@@ -249,7 +249,7 @@ def collect(seen: Seen, outputs: list[Output], n_targets: int, model: Any, ready
 
 
 class Recorder:
-    """What a rank's stages really did in a step, in order, and how many stage activations were alive at most."""
+    """Records a rank's actions in a step, in order, and the most stage activations that were alive at once."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -267,7 +267,7 @@ class Recorder:
     def recorded(
         self, stage: Any, function: Callable[..., Any], kind: Callable[[dict[str, Any]], str]
     ) -> Callable[..., Any]:
-        """The function, noted before it runs and its activations counted after."""
+        """The function, wrapped to record the action before it runs and count living activations after it."""
 
         def run(number: int, *arguments: Any, **named: Any) -> Any:
             self.order.append(f"{stage.stage_index}{kind(named)}{number}")
@@ -279,7 +279,7 @@ class Recorder:
 
 
 def whole_or_inputs(named: dict[str, Any]) -> str:
-    """The kind of a call of backward_one_chunk."""
+    """The kind of a call of backward_one_chunk: "B" for the whole backward pass, "I" for inputs' gradients only."""
     return "B" if named.get("full_backward", True) else "I"
 
 
@@ -296,7 +296,7 @@ def plant(case: Case, pipeline: Any) -> None:
             pipeline.scaled_loss = lambda loss, number: scaled(loss, number) / case.pp
         case "context of another micro-batch":
             for stage in pipeline.stages:
-                if stage.part.stage > 0:  # all stages alike would only be another order
+                if stage.part.stage > 0:  # on all stages it would only be another order of micro-batches
                     continue
                 opened = stage.open
                 stage.open = lambda ready, opened=opened: opened([*ready[1:], ready[0]])
@@ -304,7 +304,7 @@ def plant(case: Case, pipeline: Any) -> None:
 
 @cache
 def run_case(case: Case) -> Seen:
-    """The case on gloo processes, merged. Cached: several tests look at one run."""
+    """The merged results of the case on pp gloo processes; cached, since several tests use the same run."""
     from parallel.processes.start import run_ranks
 
     results: list[Seen] = run_ranks(run_rank, case.pp, case, timeout_seconds=120, threads=1)
@@ -312,7 +312,7 @@ def run_case(case: Case) -> Seen:
 
 
 def merge(results: list[Seen], steps: int) -> Seen:
-    """The ranks' views put together."""
+    """The ranks' results merged; fails where two ranks hold the same tensor."""
     merged = Seen(losses=[sum(result.losses[step] for result in results) for step in range(steps)])
     for step in range(steps):
         for mine, name in ((merged.gradients, "gradients"), (merged.counts, "counts"), (merged.balance, "balance")):
@@ -333,7 +333,7 @@ def merge(results: list[Seen], steps: int) -> Seen:
 
 
 def errors(ours: Seen, theirs: Seen) -> dict[str, float]:
-    """Largest relative errors: of losses, and of gradients in units of each tensor's own norm; counts' differences."""
+    """The largest relative errors of losses and of gradients (over each tensor's norm), and of counts (absolute)."""
     found = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
         "eval": abs(ours.eval_loss - theirs.eval_loss) / theirs.eval_loss,

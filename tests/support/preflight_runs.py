@@ -1,4 +1,4 @@
-"""Preflights of local processes that take themselves for ranks on several nodes; some of them break."""
+"""Preflights of local processes that act as ranks on several nodes, with faults planted in some of them."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ START_SECONDS = 100.0
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank came to: rank 0's findings, a RollCallError's lines, or nothing; and how it ended."""
+    """One rank's result: its exit code, and findings (rank 0), the lines of a RollCallError, or neither."""
 
     code: int | None  # negative: a signal
     findings: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class Seen:
 
 
 def preflight(hosts: Sequence[str], folder: Path, faults: Mapping[int, str] | None = None) -> list[Seen]:
-    """A rank for each of ``hosts``, with faults by rank; what each came to."""
+    """Runs a preflight with one rank for each of ``hosts`` and faults by rank; returns each rank's result."""
     context = fork_server(["parallel.preflight.course"])
     n_ranks = len(hosts)
     processes = []
@@ -76,7 +76,7 @@ def _rank(environment: dict[str, str], hosts: list[str], fault: str, folder: Pat
 
 
 def plant(fault: str) -> None:
-    """Breaks this process."""
+    """Breaks this process in the named way; an unknown name breaks nothing."""
     if fault == "a wrong product":
         device.torch.mm = lambda left, right, out: out.fill_(float(len(left))).view(-1)[7].add_(64)  # type: ignore
     elif fault == "forgetful memory":

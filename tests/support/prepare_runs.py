@@ -1,4 +1,4 @@
-"""Corpora that tests prepare, and what comes out."""
+"""Small corpora in several formats for tests of data preparation, and readers of the prepared tokens."""
 
 import gzip
 import json
@@ -26,7 +26,10 @@ WORDS = ("the", "table", "is", "round", "and", "every", "seat", "at", "it", "equ
 
 
 def work_in_this_process(patch: pytest.MonkeyPatch) -> None:
-    """Preparation's workers do their work here: to import `transformers` takes each some seconds."""
+    """Makes preparation run its workers' tasks in this process, since each worker needs seconds to import.
+
+    The patch lasts as long as ``patch``.
+    """
 
     def inline(function: Callable[..., Any], tasks: list[tuple[Any, ...]], _: Any, report: Any) -> list[Any]:
         return [function(*task, report=report) for task in tasks]
@@ -63,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts_of(result: Prepared, split: str) -> list[str]:
-    """The documents of a split, decoded; checks that each ends with end of text."""
+    """The documents of a split, decoded; asserts that each ends with the end-of-text token."""
     assert result.tokenizer is not None
     fast = load_fast(result.tokenizer)
     texts = []
