@@ -1,6 +1,6 @@
 """Writes into docs/prove.md what a proof printed about every planted fault: python tests/support/prove_document.py
 
-With words, only for the faults with one of them in their titles; what is written of the others stays.
+With words as arguments, only faults with one of these in their titles are run; the text on the others stays.
 """
 
 import re
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- begin faults -->\n", "<!-- end faults -->\n"
 
 
 def main() -> int:
-    """Rewrites the part between the marks; returns how many faults were not caught as expected."""
+    """Rewrites the page between the marks; returns the number of faults that were not caught as expected."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     written, _, after = rest.partition(END)
     old = {
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def section(number: int, fault: Fault, outcome: Outcome) -> str:
-    """One fault: under which layout, which checks failed, and what was said."""
+    """The page's section on one fault: its layout, the checks that failed, and what the proof printed."""
     layout = " ".join(fault.overrides) or "dp=2, ZeRO 1"
     if outcome.died is not None:
         lines = outcome.died.strip().splitlines()

@@ -1,6 +1,6 @@
-"""Plants faults that a proof must catch: each breaks the code in a rank's own process, as other systems do.
+"""Plants faults that a proof must catch: each breaks the code in a rank's own process, after bugs of other systems.
 
-Only tests plant them; prove_faults_listed.py says of each under which config it can show.
+Only tests plant them; prove_faults_listed.py lists for each the config under which it can show.
 """
 
 import math
@@ -43,7 +43,7 @@ from prove_faults_patches import (
     weigh_auxiliary,
 )
 
-DP = "WORLD_SIZE"  # while dp is the only axis
+DP = "WORLD_SIZE"  # the number of processes is the degree of dp where dp is the only axis
 
 
 def plant(title: str) -> None:

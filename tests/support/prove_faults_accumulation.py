@@ -1,4 +1,4 @@
-"""Faults in how micro-batches' gradients are summed up: in 16 bits. For prove_faults.plant."""
+"""Faults that accumulate gradients over micro-batches in 16 bits. Planted by prove_faults.plant."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def let_deepspeed_accumulate(dtype: str) -> None:
-    """DeepSpeed's accumulators have 16 bits."""
+    """DeepSpeed's gradient accumulators have the 16-bit ``dtype``."""
     import parallel.zero.sharding as sharding
 
     settings = sharding.deepspeed_config

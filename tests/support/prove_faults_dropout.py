@@ -1,4 +1,4 @@
-"""Faults in what dropout's masks follow from, and in dropped weights' gradients. Planted by prove_faults.plant."""
+"""Faults in the numbers that determine dropout's masks, and in gradients of dropped weights. For prove_faults.plant."""
 
 from dataclasses import replace
 from itertools import count
@@ -8,7 +8,7 @@ import torch
 
 
 def draw_by_own_positions() -> None:
-    """A rank's positions are counted from its own first one."""
+    """A rank's positions are counted from its own first position instead of the sequence's."""
     from modeling.dropout import Draws
 
     at = Draws.at
@@ -16,7 +16,7 @@ def draw_by_own_positions() -> None:
 
 
 def draw_by_own_rows() -> None:
-    """A sample's number is its row in the micro-batch."""
+    """A sample's number, from which its mask is drawn, is its row in the micro-batch."""
     from modeling.dropout import Draws
 
     of_samples = Draws.of_samples
@@ -26,7 +26,7 @@ def draw_by_own_rows() -> None:
 
 
 def draw_alike_in_layers() -> None:
-    """Every layer drops the same."""
+    """Every layer has the same masks."""
     from modeling.dropout import Draws
 
     of_samples = Draws.of_samples
@@ -34,7 +34,7 @@ def draw_alike_in_layers() -> None:
 
 
 def draw_as_in_the_first_step() -> None:
-    """Every step drops the same."""
+    """Every step has the same masks."""
     from modeling.dropout import Draws
 
     of_samples = Draws.of_samples
@@ -42,7 +42,7 @@ def draw_as_in_the_first_step() -> None:
 
 
 def count_steps_of_the_process() -> None:
-    """Steps count from the process's start, whatever checkpoint it goes on from."""
+    """Steps are counted from the start of the process, even where it resumes from a checkpoint."""
     import launcher.training.loop as loop
 
     accumulate, numbers = loop.accumulate_gradients, count(1)
@@ -55,7 +55,7 @@ def count_steps_of_the_process() -> None:
 
 
 def draw_anew_in_recomputation() -> None:
-    """What is computed again drops other numbers."""
+    """Recomputation in the backward pass draws other masks than the forward pass."""
     from launcher.prove.compare.outputs import in_backward
     from modeling.dropout import Draws
 
@@ -64,7 +64,7 @@ def draw_anew_in_recomputation() -> None:
 
 
 def drop_in_evaluation() -> None:
-    """Held-out samples' numbers are dropped as in training."""
+    """Dropout stays on in evaluation."""
     import launcher.training.step as step
 
     original = step.read_micro_batch
@@ -76,7 +76,7 @@ def drop_in_evaluation() -> None:
 
 
 def drop_for_the_first_heads() -> None:
-    """Each rank's heads drop what the first rank's drop."""
+    """Each rank's heads have the masks of the first rank's heads."""
     from modeling.dropout import ScoreDropout
 
     of_part = ScoreDropout.of_part
@@ -84,7 +84,7 @@ def drop_for_the_first_heads() -> None:
 
 
 def count_keys_of_a_tile() -> None:
-    """Under ring attention a tile's keys are counted from its own first one."""
+    """Under ring attention a tile's keys are counted from the tile's own first key."""
     from parallel.context_parallel.plan import Tile
 
     factors = Tile.factors
@@ -92,6 +92,6 @@ def count_keys_of_a_tile() -> None:
 
 
 def forget_factors(module: Any) -> None:
-    """A dropped weight passes its gradient on as if it were not dropped, where ``module`` asks for it."""
+    """Dropped attention weights pass gradients on as if they were not dropped, in ``module``'s backward pass."""
     backward = module.attend_scored_backward
     module.attend_scored_backward = lambda *arguments: backward(*arguments[:-1], None)

@@ -1,4 +1,4 @@
-"""Faults of the evaluation alone, in a rank's own process; training goes on as it should. For prove_faults.plant."""
+"""Faults of the evaluation alone, in a rank's own process; training itself stays right. For prove_faults.plant."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 def count_fillers() -> None:
-    """Targets of the samples that fill up a micro-batch count as token 0."""
+    """Targets of the filler samples in a micro-batch count, as token 0."""
     import launcher.training.step as step
 
     step.IGNORED = 0
@@ -31,7 +31,7 @@ def drop_share() -> None:
 
 
 def count_one_too_many_in_16_bits() -> None:
-    """In less than fp32 the held-out loss is divided by one target more than count."""
+    """In less than fp32 the held-out loss is divided by one target too many."""
     import launcher.prove.rank as rank_module
 
     evaluate = rank_module.heldout_loss
@@ -51,7 +51,7 @@ def read_others() -> None:
 
 
 def reverse_stages() -> None:
-    """The last stage takes the micro-batches from the other end."""
+    """The last stage takes the micro-batches in reverse order."""
     from parallel.pipeline.stages import Stage
 
     take = Stage.open
@@ -76,7 +76,7 @@ def leave_gradients() -> None:
 
 
 def leave_counts() -> None:
-    """The next step's router counts begin where the last evaluation's ended."""
+    """The next step's router counts start from the last evaluation's instead of zero."""
     import launcher.training.step as step
 
     left: dict[int, torch.Tensor] = {}
@@ -97,7 +97,7 @@ def leave_counts() -> None:
 
 
 def move_biases() -> None:
-    """Held-out text moves the routers' biases, as training's would."""
+    """Evaluation moves the routers' biases, as only training should."""
     from modeling.moe import MoE
 
     def move(engine: Any) -> None:
@@ -109,7 +109,7 @@ def move_biases() -> None:
 
 
 def see_all_documents() -> None:
-    """Held-out documents see each other."""
+    """In evaluation, packed documents attend to each other."""
     import launcher.training.step as step
 
     read = step.read_micro_batch
@@ -124,7 +124,7 @@ def see_all_documents() -> None:
 
 
 def see_first_weights() -> None:
-    """Under ZeRO 3 every evaluation computes with this rank's parts of the weights as the first one saw them."""
+    """Under ZeRO 3 every evaluation computes with this rank's parts of the weights as of the first evaluation."""
     from parallel.zero.engine import Engine
 
     evaluate = Engine.evaluate
@@ -156,7 +156,7 @@ def change_samples(change: Callable[[Any], Any]) -> None:
 
 
 def after_evaluation(change: Callable[[Any], None]) -> None:
-    """Changes the engine after every evaluation."""
+    """Makes ``change`` be applied to the engine after every evaluation."""
     import launcher.prove.rank as rank_module
 
     evaluate = rank_module.heldout_loss

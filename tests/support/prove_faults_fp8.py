@@ -1,4 +1,4 @@
-"""Faults in products of 8 bits."""
+"""Faults in fp8 matrix products. Planted by prove_faults.plant."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def leave_16_bits() -> None:
-    """The layout's layers multiply in 16 bits, whatever train.precision says."""
+    """The layout's layers multiply in 16 bits even with train.precision=fp8."""
     import launcher.training.loop as loop
     from modeling.kernels.products import AS_THEY_ARE
 
@@ -14,7 +14,7 @@ def leave_16_bits() -> None:
 
 
 def put_gradients_back_at_twice_their_size() -> None:
-    """The factors of the weights, cut across, are those of a scale half as large."""
+    """The factors of numbers cut to 8 bits by columns are twice as large as they should be."""
     import modeling.kernels.cuts as cuts
 
     cut = cuts.cut_across
@@ -27,7 +27,7 @@ def put_gradients_back_at_twice_their_size() -> None:
 
 
 def put_rows_back_by_their_neighbours() -> None:
-    """Each row of tokens has the factor of the row before it."""
+    """Each row of tokens is scaled back by the factor of the row before it."""
     import modeling.kernels.cuts as cuts
 
     cut = cuts.cut
@@ -40,7 +40,7 @@ def put_rows_back_by_their_neighbours() -> None:
 
 
 def put_weights_gradients_back_by_their_neighbours() -> None:
-    """Each output's gradients have, as their sum over tokens is made, the factor of the output before it."""
+    """In weights' gradients, each output is scaled back by the factor of the output before it."""
     import modeling.kernels.fp8 as fp8
     from modeling.kernels.cuts import Cuts, cut_across
 
@@ -54,7 +54,7 @@ def put_weights_gradients_back_by_their_neighbours() -> None:
 
 
 def keep_weights_cut_for_good() -> None:
-    """An update leaves the cut weights of the step before it."""
+    """After an update, the kept 8-bit weights are still those of the step before."""
     from modeling.kernels.cuts import Cuts
 
     Cuts.weights_changed = lambda self: None

@@ -1,4 +1,4 @@
-"""Faults in what attention's keys and values, and experts without tokens, hand back. Planted by prove_faults.plant."""
+"""Faults in forward and backward passes: attention, experts, norms, losses, overlap. Planted by prove_faults.plant."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def keep_gradient_at_home(engine: Any) -> None:
-    """What positions get back through k and v comes from their own rank's heads alone, not summed over tp."""
+    """The hidden states' gradients through keys and values are of this rank's heads only, not summed over tp."""
     from modeling.attention import GroupedQueryAttention
 
     axis = engine.mesh.tp
@@ -19,7 +19,7 @@ def keep_gradient_at_home(engine: Any) -> None:
 
 
 def keep_gates_gradient_at_home(engine: Any) -> None:
-    """What positions get back through attention's gates comes from their own rank's heads alone, not summed over tp."""
+    """The hidden states' gradients through attention's gates are of this rank's heads only, not summed over tp."""
     from modeling.attention import Attention
 
     for module in engine.model.modules():
@@ -36,7 +36,7 @@ def gate_next_heads() -> None:
 
 
 def let_documents_flow() -> None:
-    """A document of linear attention begins with the matrix that the one before it has left."""
+    """A document of linear attention begins with the state in which the document before it ended."""
     import modeling.kernels.gated_delta as gated_delta
 
     rule = gated_delta.continued
@@ -49,7 +49,7 @@ def let_documents_flow() -> None:
 
 
 def take_other_rates() -> None:
-    """Of the heads that a rank of cp has during linear attention, each fades as another one's would."""
+    """In linear attention, each of a cp rank's heads has the decay rate of another head."""
     import parallel.context_parallel.linear as linear
 
     mix = linear.mix
@@ -61,7 +61,7 @@ def take_other_rates() -> None:
 
 
 def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:
-    """The same values; only this rank's positions take their gradient."""
+    """The hidden states with unchanged values, of which only this rank's positions get a gradient."""
     part = hidden_BSD.shape[1] // axis.degree
     mask_S1 = torch.zeros(hidden_BSD.shape[1], 1)
     mask_S1[axis.rank * part : (axis.rank + 1) * part] = 1.0
@@ -69,7 +69,7 @@ def own_positions(hidden_BSD: Tensor, axis: Any) -> Tensor:
 
 
 def first_query_head_only() -> None:
-    """Of the query heads that share keys and values, the gradient of the first alone arrives."""
+    """Keys and values get the gradient of only the first of the query heads that share them."""
     import modeling.kernels.attention as kernels
 
     attend = kernels.document_attention
@@ -82,7 +82,7 @@ def first_query_head_only() -> None:
 
 
 def first_replica_only() -> None:
-    """Of the ranks of cp to which one key-value head goes, the gradient of the first alone arrives."""
+    """A key-value head gets the gradient of only the first of the cp ranks that it is replicated to."""
     import parallel.context_parallel.core as core
 
     attend = core.ulysses_attend
@@ -96,12 +96,12 @@ def first_replica_only() -> None:
 
 
 def first_copy_only(heads_BSGC: Tensor, copies: int) -> Tensor:
-    """Each head ``copies`` times, of which the first takes its gradient."""
+    """Each head repeated ``copies`` times, of which only the first copy gets a gradient."""
     return torch.stack([heads_BSGC, *[heads_BSGC.detach()] * (copies - 1)], dim=3).flatten(2, 3)
 
 
 def lose_travelling_gradients() -> None:
-    """Under ring attention, what other ranks find for a block's keys and values does not come home."""
+    """Under ring attention, gradients that other ranks compute for a block's keys and values are lost."""
     import parallel.context_parallel.ring as ring
 
     ring.send_gradient_on = lambda found, receive, axis: lambda: torch.zeros_like(found)
@@ -120,7 +120,7 @@ def leave_the_graph() -> None:
 
 
 def keep_order_of_arrival() -> None:
-    """The rows that a rank of ep has received are taken to lie by experts, as they do not with two ranks."""
+    """Rows received over ep are taken to be sorted by expert, which they are not with two ranks."""
     import parallel.expert as expert
     from modeling.kernels.experts import rows_in_order
 
@@ -130,9 +130,9 @@ def keep_order_of_arrival() -> None:
 
 
 def read_too_early(function: str, direction: str) -> None:
-    """One of the waits for rows under way is left out: their memory is read as it was before, zeros here.
+    """One wait for rows in transit is left out, so that their memory is read as it was before, here as zeros.
 
-    Each time it would be other memory, so the rows are waited for, and overwritten.
+    What such memory holds would differ each time, so the rows are in fact waited for, and then overwritten.
     """
     import parallel.collectives as collectives
 
@@ -153,7 +153,7 @@ def read_too_early(function: str, direction: str) -> None:
 
 
 def swap_returning_chunks() -> None:
-    """Of what has come back from the experts, the first and the last chunk's rows are taken for each other's."""
+    """Of the rows that have come back from the experts, those of the first and the last chunk are swapped."""
     from parallel.collectives import RowExchanges
 
     def swapped(self: RowExchanges, parts: Any) -> Tensor:
@@ -166,7 +166,7 @@ def swap_returning_chunks() -> None:
 
 
 def swap_gradients_of_chunks() -> None:
-    """The gradients of the first and the last chunk, of as many experts, are written into each other's place."""
+    """The weights' gradients of the first and the last chunk of experts are swapped."""
     from parallel.expert import WeightChunks
 
     add = WeightChunks.add
@@ -179,7 +179,7 @@ def swap_gradients_of_chunks() -> None:
 
 
 def read_sum_too_early() -> None:
-    """The wait for a gradient on its way over tp is left out: its memory is read as it was before, zeros here."""
+    """The wait for a gradient that is being summed over tp is left out: it is read as it was before, here as zeros."""
     from parallel.collectives import SequenceGather
 
     finish = SequenceGather.wait
@@ -187,7 +187,7 @@ def read_sum_too_early() -> None:
 
 
 def weigh_late_gradients(factor: float) -> None:
-    """Gradients of weights that are computed late come so many times."""
+    """Weights' gradients that are computed late, by tp_overlap, are multiplied by ``factor``."""
     import parallel.tensor_overlap as tensor_overlap
 
     grads = tensor_overlap.weights_grads
@@ -195,7 +195,7 @@ def weigh_late_gradients(factor: float) -> None:
 
 
 def leave_gradients_unset(engine: Any) -> None:
-    """Experts without rows keep what their gradient's memory held."""
+    """The gradient of experts without rows is left as its memory was, here 1e-3, instead of zero."""
 
     def hook(gradient_E: Tensor) -> Tensor:
         is_idle_E = (gradient_E == 0).flatten(1).all(1)
@@ -207,7 +207,7 @@ def leave_gradients_unset(engine: Any) -> None:
 
 
 def add_biases_before_sums() -> None:
-    """A bias belongs to each summand of a product that is cut over tp = 2, instead of to the sum."""
+    """A bias is added on each of two tp ranks before their outputs are summed, instead of once."""
     from modeling.linear import Bias
 
     Bias.forward = lambda self, outputs: outputs + 2 * self.bias
@@ -221,7 +221,7 @@ def norm_own_heads() -> None:
 
 
 def keep_norms_gradient_at_home() -> None:
-    """What the mean over all heads gets back comes from this rank's heads alone, not summed over tp."""
+    """The gradient of the mean over all heads is of this rank's heads only, not summed over tp."""
     import parallel.tensor as tensor
     from parallel.collectives import sum_forward
 
@@ -229,7 +229,7 @@ def keep_norms_gradient_at_home() -> None:
 
 
 def weigh_head_z_loss(factor: float) -> None:
-    """The head's z-loss is trained with another coefficient."""
+    """The gradient of the head's z-loss is that of a coefficient times ``factor``."""
     import modeling.loss as loss
 
     slope = loss.z_slope
@@ -237,7 +237,7 @@ def weigh_head_z_loss(factor: float) -> None:
 
 
 def take_own_logsumexp() -> None:
-    """Under tp the z-loss takes the logits that the rank has for all of them."""
+    """Under tp the z-loss is computed of this rank's part of the logits instead of all of them."""
     import parallel.tensor as tensor
 
     make = tensor.losses_and_gradient
@@ -251,7 +251,7 @@ def take_own_logsumexp() -> None:
 
 
 def count_every_logsumexp() -> None:
-    """The z-loss counts targets that the cross-entropy leaves out."""
+    """The z-loss also counts targets that the cross-entropy ignores."""
     import modeling.loss as loss
 
     make = loss.token_losses
@@ -306,7 +306,7 @@ def keep_norms_biases(engine: Any) -> None:
 
 
 def look_up_first_positions() -> None:
-    """Learned positions are those of the first rank of tp, whatever part of the sequence this one holds."""
+    """Every tp rank looks up the learned positions of the first rank's part of the sequence."""
     from modeling.decoder import Decoder
 
     embedded = Decoder.embedded
@@ -320,14 +320,14 @@ def look_up_first_positions() -> None:
 
 
 def leave_gates_of_others() -> None:
-    """An expert whose gates and ups were not kept finds another one's in their place."""
+    """An expert whose gate and up outputs were not kept uses another expert's instead of recomputing them."""
     from modeling.kernels.expert_turns import GatesAndUps
 
     GatesAndUps.has = lambda self, expert: True
 
 
 def pick_other_rows_again() -> None:
-    """Rows that are picked again are those of the tokens one row further."""
+    """Rows that are gathered again in recomputation are those of the token of the row before."""
     import modeling.kernels.experts as experts
 
     pick = experts.to_rows_twice
@@ -340,7 +340,7 @@ def pick_other_rows_again() -> None:
 
 
 def forget_parallel_blocks() -> None:
-    """The layers that recompute do not take over that their blocks are parallel."""
+    """Layers that recompute treat their parallel blocks as sequential ones."""
     from parallel.recompute import RecomputedLayer
 
     make = RecomputedLayer.__init__
@@ -361,7 +361,7 @@ def forget_bias() -> None:
 
 
 def sum_small_tiles() -> None:
-    """Under ring attention the biases' gradient lacks whole tiles."""
+    """Under ring attention the biases' gradient lacks tiles of three or more keys."""
     import parallel.context_parallel.ring as ring
 
     sums = ring.bucket_sums

@@ -1,26 +1,26 @@
-"""The faults that a proof must catch: under which config each can show, and what the proof has to say."""
+"""The faults that a proof must catch, each with the config under which it shows and what the proof must print."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``check`` is a check that must fail (DIES: the ranks); ``says`` must be in what the proof prints about it."""
+    """One fault. ``check`` must fail (DIES: the processes fail), and ``says`` be in what the proof prints about it."""
 
     title: str
     check: str
     says: str
     overrides: tuple[str, ...] = ()
     ranks: int = 2
-    starves: bool = False  # no router of either side chooses the second half of the experts
-    has_any_family: bool = False  # the model is of blocks that no family has together
+    starves: bool = False  # routers choose none of the second half of the experts, on both sides of the proof
+    has_any_family: bool = False  # the model combines blocks that no family has together
 
 
 HELDOUT, UNCHANGED = "held-out loss", "evaluation changes nothing"
 HELDOUT_ALONE = "the held-out loss differs (before the steps"
-STEPS = 2  # of the proofs that faults are planted in
+STEPS = 2  # training steps in the proofs that faults are planted in
 ACCUMULATED = "accumulated gradients"
-DIES = "the processes come to an end"  # instead of a check: they do not
+DIES = "the processes come to an end"  # stands for a check where the fault makes processes die or hang
 BIAS = ("model.moe.balance={name: bias, rate: 0.01}",)
 FP16 = ("train.precision=fp16",)
 BF16 = ("train.precision=bf16",)

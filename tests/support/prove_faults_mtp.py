@@ -1,4 +1,4 @@
-"""Faults in how further tokens are found, counted and trained. Planted by prove_faults.plant."""
+"""Faults in how multi-token prediction finds, counts and trains further tokens. Planted by prove_faults.plant."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def find_in_chunks() -> None:
-    """What follows is looked for in the chunks into which cp = 2 cuts a sequence: their ends have no neighbor."""
+    """Further tokens are looked up within the chunks into which cp = 2 cuts a sequence, so chunks' ends have none."""
     import parallel.batch as batch
 
     following = batch.following
@@ -25,7 +25,7 @@ def find_in_chunks() -> None:
 
 
 def predict_one_too_near() -> None:
-    """A module's targets are the tokens that it is given."""
+    """A module's targets are the tokens that it gets as inputs."""
     import parallel.batch as batch
     from modeling.loss import IGNORE
 
@@ -38,7 +38,7 @@ def predict_one_too_near() -> None:
 
 
 def look_beyond_documents() -> None:
-    """The tokens that follow are the sample's, whatever document they belong to."""
+    """Further tokens are looked up across the borders of documents within a sample."""
     import parallel.batch as batch
     from modeling.loss import IGNORE
 
@@ -50,7 +50,7 @@ def look_beyond_documents() -> None:
 
 
 def count_own_targets() -> None:
-    """Each rank's further tokens are weighed by their own number, and the ranks' means by that of the ranks."""
+    """The loss of further tokens is a mean of the ranks' means: each rank divides by its own count of targets."""
     import launcher.training.step as step
 
     scales = step.further_scales

@@ -1,4 +1,4 @@
-"""What faults are planted by: changes of engines, gradients, norms, batches and loads in a rank's own process."""
+"""Helpers that plant faults: they change engines, gradients, norms, batches and loads in a rank's own process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ def divided_by_own_count(dp: int) -> Callable[..., Any]:
 
 
 def count_one_target_too_many_in_16_bits() -> None:
-    """In less than fp32 a step's loss is divided by one target more than count; gradients are as they should be."""
+    """In less than fp32 the reported loss of a step is divided by one target too many; gradients are right."""
     import launcher.training.loop as loop
 
     row_of = loop.metrics_row
@@ -50,7 +50,7 @@ def patch_backward(change: Callable[[Any, Any], Any]) -> None:
 
 
 def change_engines(change: Callable[[Any], object]) -> None:
-    """Changes every engine once it is built."""
+    """Makes ``change`` be applied to every engine after it is built."""
     import launcher.prove.rank as rank_module
 
     build = rank_module.build_engine
@@ -64,7 +64,7 @@ def change_engines(change: Callable[[Any], object]) -> None:
 
 
 def hook_gradients(names: str, factor: float) -> None:
-    """Multiplies the gradients of the weights with ``names`` in their name."""
+    """Multiplies the gradients of all weights whose names contain ``names`` by ``factor``."""
 
     def hook(engine: Any) -> None:
         for name, weight in engine.model.named_parameters():
@@ -75,7 +75,7 @@ def hook_gradients(names: str, factor: float) -> None:
 
 
 def scale_own_copies(engine: Any, factor: float) -> None:
-    """This rank changes the norms' gradients after their sum over tp, so that its copies go their own way."""
+    """This rank scales the norms' gradients after their sum over tp, so that its copies of norms drift apart."""
     add_over_tp = engine.add_over_tp
 
     def add_and_scale() -> None:
@@ -88,7 +88,7 @@ def scale_own_copies(engine: Any, factor: float) -> None:
 
 
 def leave_gradients_alone(engine: Any, dims: tuple[str, ...]) -> None:
-    """The ranks of tp keep their own gradients of the weights with these dims."""
+    """Gradients of the weights with these dims are not summed over tp."""
     for parameter, weight in engine.weights.items():
         if weight.weight.dims == dims:
             engine.weights[parameter] = replace(weight, place=replace(weight.place, axis="tp"))
@@ -105,7 +105,7 @@ def keep_sequence_sums(engine: Any) -> None:
 
 
 def divide_entropy_by_own_tokens() -> None:
-    """A router's entropy is a mean already when ranks add it up."""
+    """Each rank divides a router's entropy by its own tokens before the ranks sum it."""
     from modeling.moe import MoE
 
     add = MoE.add_auxiliary_losses
@@ -178,12 +178,12 @@ def overlook_overflows() -> None:
 
 
 def targets_of(wanted: Any, is_meant: Callable[[Any], bool]) -> list[Any]:
-    """What is filled from pieces that are meant, each once: of what ``Checkpoint.wanted`` gives."""
+    """The targets in ``Checkpoint.wanted``'s result that are filled from pieces for which ``is_meant``, each once."""
     return list({id(each): each for pairs in wanted.values() for piece, each in pairs if is_meant(piece)}.values())
 
 
 def patch_load(change: Callable[[Any], None]) -> None:
-    """Changes the engine just before a checkpoint is loaded into it."""
+    """Makes ``change`` be applied to the engine just before a checkpoint is loaded into it."""
     import launcher.prove.rank as rank_module
 
     load = rank_module.load_state

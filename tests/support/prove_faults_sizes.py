@@ -1,4 +1,4 @@
-"""Faults that only show above a size: beyond a tile, a chunk, a bucket. For prove_faults.plant."""
+"""Faults that show only above a size: beyond one tile, chunk or bucket. Planted by prove_faults.plant."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def drop_tiles(first: int) -> None:
-    """Of each block of keys, the ring computes only the first tiles."""
+    """Ring attention computes only the first ``first`` tiles of each block of keys."""
     import parallel.context_parallel.ring as ring
 
     plan = ring.plan_ring
@@ -15,7 +15,7 @@ def drop_tiles(first: int) -> None:
 
 
 def shift_pieces() -> None:
-    """Where the ring goes by pieces of documents, those within a row begin one token later."""
+    """Where ring attention works on pieces of documents, documents within a row begin one token late."""
     import parallel.context_parallel.pieces as pieces
 
     documents_of = pieces.documents_of
@@ -25,7 +25,7 @@ def shift_pieces() -> None:
 
 
 def forget_earlier_pieces() -> None:
-    """Of a document's keys, a piece of its queries sees those of these queries alone."""
+    """Each piece of a document's queries sees only the keys at its own positions, none of earlier pieces."""
     import modeling.context as context
 
     cut = context.cut_documents
@@ -33,7 +33,10 @@ def forget_earlier_pieces() -> None:
 
 
 def lose_second_chunk(module: Any, function: Any, gradient: str) -> None:
-    """The gradient of the loss's second chunk of tokens is lost; ``gradient`` names the function that makes it."""
+    """The gradient of the loss's second chunk of tokens becomes zero.
+
+    ``gradient`` names the function of ``module`` that computes a chunk's gradient.
+    """
     seen = [0]
     forward, make = function.forward, getattr(module, gradient)
 
@@ -66,7 +69,7 @@ def lose_second_chunk_under_tp() -> None:
 
 
 def pad_rows_short() -> None:
-    """The last expert's last unit of rows is left out, where it has more than one."""
+    """The last unit of rows of the last expert is left out, where an expert has more than one unit."""
     import modeling.kernels.experts as experts
 
     place = experts.rows_in_order
@@ -82,7 +85,10 @@ def pad_rows_short() -> None:
 
 
 def skip_second_bucket(optimizer: Any, method: str, as_it_is: Callable[[Any, Any], Any]) -> None:
-    """Of a step's buckets of gradients, all but the first stay as this rank has them."""
+    """Of a step's buckets of gradients, only the first is reduced; the others stay as this rank has them.
+
+    ``method`` of ``optimizer`` reduces a bucket; ``as_it_is`` replaces it.
+    """
     from parallel.zero.engine import Engine
 
     seen = [0]
@@ -113,7 +119,7 @@ def skip_second_bf16_bucket() -> None:
 
 
 def shift_gathered(engine: Any) -> None:
-    """Under ZeRO 3 a weight that does not stay whole is put together one element off."""
+    """Under ZeRO 3 a gathered weight is shifted by one element."""
 
     def shift(module: Any, _: Any) -> None:
         for weight in module.parameters(recurse=False):

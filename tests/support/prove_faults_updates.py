@@ -1,4 +1,4 @@
-"""Faults in what the optimizer makes of right gradients. For prove_faults.plant."""
+"""Faults in the optimizer's updates and in initial weights, with right gradients. Planted by prove_faults.plant."""
 
 import itertools
 from dataclasses import replace
@@ -20,7 +20,7 @@ def scale_to_clip_norm() -> None:
 
 
 def keep_first_lr() -> None:
-    """The last group of weights never learns of another learning rate than the first step's."""
+    """The last group of weights keeps the learning rate of the first step."""
     from parallel.zero.engine import Engine
 
     step = Engine.step
@@ -47,7 +47,7 @@ def keep_first_lr() -> None:
 
 
 def join_experts() -> None:
-    """Muon takes the experts of a rank's stack as one matrix."""
+    """Muon treats all experts of a rank as one matrix."""
     import modeling.optimizers.orthogonal as muon
 
     orthogonal = muon.orthogonal
@@ -55,14 +55,14 @@ def join_experts() -> None:
 
 
 def leave_parts() -> None:
-    """Muon orthogonalizes what the rank holds of a matrix that tp cuts."""
+    """Muon orthogonalizes only this rank's part of a matrix that tp cuts."""
     from parallel.matrices import CutMatrices
 
     CutMatrices.of_whole = lambda self, weight, part, function: function(part)
 
 
 def join_partition() -> None:
-    """Muon takes all elements of a flat partition as one matrix of one row."""
+    """Muon treats all elements of a rank's flat partition as one matrix with one row."""
     from parallel.zero.matrices import DealtMatrices
 
     def whole_partition(self: Any, weight: Any, read: Any, function: Any, write: Any) -> None:
@@ -72,7 +72,7 @@ def join_partition() -> None:
 
 
 def swap_rows_and_columns() -> None:
-    """Muon takes a matrix's elements, brought together, as so many rows as it has columns."""
+    """Muon swaps the numbers of rows and columns of a matrix that it has gathered."""
     import parallel.zero.matrices as dealt
 
     stacks_of = dealt.stacks_of
@@ -83,7 +83,7 @@ def swap_rows_and_columns() -> None:
 
 
 def keep_results() -> None:
-    """What the owner of a matrix made of it does not come back to the ranks whose elements it took."""
+    """The owner of a matrix does not send the updated elements back to the other ranks."""
     import parallel.zero.matrices as dealt
 
     exchange, calls = dealt.exchange_elements, itertools.count()
@@ -99,7 +99,7 @@ def keep_results() -> None:
 
 
 def round_masters() -> None:
-    """Each update leaves the masters in bf16's precision."""
+    """The fp32 masters are rounded to bf16 after each update."""
     from parallel.zero.engine import Engine
 
     step = Engine.step
@@ -114,7 +114,7 @@ def round_masters() -> None:
 
 
 def learn_by_own_widths() -> None:
-    """muP: a rank of tp takes the fan-in of what it holds of a matrix for the matrix's."""
+    """muP: a tp rank derives the learning rate from the fan-in of its own part of a matrix."""
     import parallel.zero.engine as engine
     from parallel.layout import AXIS_OF
 
@@ -132,7 +132,7 @@ def learn_alike() -> None:
 
 
 def draw_by_own_fans() -> None:
-    """He: a rank of tp draws a matrix by the fan-in of what it holds of it."""
+    """He initialization: a tp rank draws a matrix by the fan-in of its own part of it."""
     import modeling.logical as logical
     import parallel.zero.engine as engine
     from parallel.layout import AXIS_OF

@@ -1,4 +1,4 @@
-"""Proofs as tests run them: a model with everything that a fault can hit, and the proof with a fault planted."""
+"""Runs proofs in tests: on a model with every part that a fault can affect, with a fault planted in the ranks."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from prove_faults import plant
 from prove_faults_listed import DIES, STEPS, Fault
 from starved import starved
 
-BothSides = Callable[[], AbstractContextManager[None]]  # has to be one that pickle can send
-FOR_GOOD = ExitStack()  # what a rank's process never leaves
+BothSides = Callable[[], AbstractContextManager[None]]  # must be picklable, since it is sent to the ranks
+FOR_GOOD = ExitStack()  # contexts that a rank's process enters and never leaves
 CONFIG = """
 name: everything
 model:
@@ -43,7 +43,7 @@ parallel: {zero: 1}
 
 
 def write_config(folder: Path) -> Path:
-    """The config as a file."""
+    """Writes the config to a file in ``folder``; returns its path."""
     path = folder / "everything.yaml"
     path.write_text(CONFIG)
     return path
@@ -57,7 +57,10 @@ def prove(
     on_both_sides: tuple[BothSides, ...] = (),
     timeout_seconds: int = 120,
 ) -> Outcome:
-    """A proof of two steps; ``fault`` is planted in every rank, and both sides run within ``on_both_sides``."""
+    """Runs a proof of two steps; returns its outcome.
+
+    ``fault`` is planted in every rank. The contexts ``on_both_sides`` are entered in the ranks and the plain process.
+    """
     stay_on_cpu()
     with ExitStack() as stack:
         for enter in on_both_sides:
@@ -68,7 +71,7 @@ def prove(
 
 
 def prepare_rank(fault: str | None, on_both_sides: tuple[BothSides, ...]) -> None:
-    """What happens first in every rank."""
+    """Called first in every rank: enters the contexts and plants the fault."""
     for enter in on_both_sides:
         FOR_GOOD.enter_context(enter())
     if fault is not None:
@@ -76,7 +79,7 @@ def prepare_rank(fault: str | None, on_both_sides: tuple[BothSides, ...]) -> Non
 
 
 def prove_fault(folder: Path, fault: Fault) -> Outcome:
-    """The proof that has to catch it."""
+    """Runs the proof that has to catch the fault, under its config; returns its outcome."""
     on_both_sides = (*((starved,) if fault.starves else ()), *((any_family,) if fault.has_any_family else ()))
     return prove(folder, fault.overrides, fault.ranks, fault.title, on_both_sides)
 

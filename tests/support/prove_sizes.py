@@ -1,4 +1,7 @@
-"""Which sides of its sizes a proof computes on: recorded in the ranks, one line for each count that is new."""
+"""Records in a proof's ranks how often each size is exceeded: chunks of a loss, tiles, buckets, gathers and others.
+
+Tests check with it that a proof computes below as well as above each size.
+"""
 
 import functools
 import os
@@ -12,14 +15,17 @@ from prove_faults_patches import change_engines
 
 @contextmanager
 def recorded(path: Path) -> Iterator[None]:
-    """Lets every rank write "size count" lines into ``path``, from now on."""
+    """A context in which every rank appends a line "size count" to ``path`` for each new count.
+
+    The recording stays on after the context ends.
+    """
     if "RANK" in os.environ:
         record(Recorder(path))
     yield
 
 
 def read_record(path: Path) -> dict[str, set[int]]:
-    """The counts seen of each size, on all ranks."""
+    """Size -> the counts recorded on all ranks."""
     seen: dict[str, set[int]] = {}
     for line in path.read_text().splitlines():
         size, count = line.split()
@@ -28,7 +34,7 @@ def read_record(path: Path) -> dict[str, set[int]]:
 
 
 class Recorder:
-    """Writes each count once; counts calls between two readings."""
+    """Writes each new pair of size and count as a line; counts calls of functions in between."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +48,7 @@ class Recorder:
                 file.write(f"{size} {count}\n")
 
     def count_calls(self, owner: Any, name: str, size: str) -> None:
-        """Counts the calls of ``owner.name``."""
+        """Makes calls of ``owner.name`` be counted for ``size``."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -53,7 +59,7 @@ class Recorder:
         setattr(owner, name, counted)
 
     def around(self, function: Callable[..., Any], *sizes: str) -> Callable[..., Any]:
-        """``function``, writing how many calls of each size it makes."""
+        """``function``, wrapped to record how many calls were counted for each size while it ran."""
 
         def measured(*arguments: Any, **options: Any) -> Any:
             self.calls |= dict.fromkeys(sizes, 0)
@@ -66,7 +72,7 @@ class Recorder:
 
 
 def record(seen: Recorder) -> None:
-    """Patches this process: chunks of a loss, tiles of a block, units of rows, parts of a copy, and DeepSpeed's."""
+    """Patches this process to record chunks of a loss, tiles, pieces, units of rows, parts of a copy, and buckets."""
     import launcher.training.loop as loop
     import modeling.context as context
     import modeling.kernels.experts as experts
@@ -89,7 +95,7 @@ def record(seen: Recorder) -> None:
 
     ring.plan_ring = planned
     seen.count_calls(ring, "attend_pieces", "ring_pieces_every")
-    ring.ring_forward = seen.around(ring.ring_forward, "ring_pieces_every")  # of a layer
+    ring.ring_forward = seen.around(ring.ring_forward, "ring_pieces_every")  # counted for each layer's call
     cut = context.cut_documents
 
     def counted_pieces(documents_BS: Any, *arguments: Any) -> Any:
@@ -102,7 +108,7 @@ def record(seen: Recorder) -> None:
     place = experts.rows_in_order
 
     def placed(order_P: Any, top_k: int, counts_E: Any, row_multiple: int) -> Any:
-        if row_multiple > 1:  # what is sent is not rounded up
+        if row_multiple > 1:  # 1: rows to be sent over ep, which are not rounded up
             seen("row_multiple", -(-int(counts_E.max()) // row_multiple))
         return place(order_P, top_k, counts_E, row_multiple)
 
@@ -124,9 +130,10 @@ def record(seen: Recorder) -> None:
 
 
 def record_deepspeed(seen: Recorder) -> None:
-    """Buckets and gathers of a step; and of each engine, the weights that do not stay whole and the groups cut in two.
+    """Patches this process to record DeepSpeed's buckets and gathers in a step.
 
-    ``reused`` decides how often one weight is gathered in a step; ``prefetched`` and ``live``, in how many calls.
+    Also recorded for each engine are the weights that do not stay whole, and the update groups that are split. The size
+    ``reused`` determines how often one weight is gathered in a step; ``prefetched`` and ``live``, in how many calls.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator

@@ -1,4 +1,4 @@
-"""Random models under random layouts, as the rules allow them: sizes, degrees and settings that nobody chose."""
+"""Random valid configs: models of random sizes under random layouts."""
 
 import itertools
 import random
@@ -26,28 +26,28 @@ MOST_MICRO_BATCHES = 12  # more take minutes under ZeRO 3 with pp
 
 
 def random_run(seed: int) -> tuple[RunConfig, int]:
-    """A legal config and its number of processes: a function of ``seed``, until a rule changes what is legal.
+    """A valid config and its number of processes, determined by ``seed`` as long as the rules do not change.
 
-    Its data are the proof's.
+    Its data section names no files: a proof brings its own data.
     """
     draw = random.Random(seed)
     while True:
         n_ranks = draw.choice(RANKS)
         parallel = draw_parallel(draw, n_ranks)
         family = draw.choice([*OF_EXPERTS, *(DENSE if parallel.ep == 1 else OF_EXPERTS[-1:])])
-        for _ in range(TRIES):  # few models are legal: it is not the layout that gives way
+        for _ in range(TRIES):  # few models are valid; models are redrawn first, so that layouts stay evenly drawn
             config = draw_config(draw, n_ranks, parallel, family)
             if not check(config, n_ranks) and micro_batches(config, n_ranks) <= MOST_MICRO_BATCHES:
                 return config, n_ranks
 
 
 def first_run(wanted: Callable[[RunConfig, int], bool]) -> tuple[RunConfig, int]:
-    """The first of all seeds' that is ``wanted``."""
+    """The run of the first seed, from 0 on, for which ``wanted`` is true."""
     return next(run for run in map(random_run, itertools.count()) if wanted(*run))
 
 
 def random_family_run(seed: int) -> tuple[RunConfig, int]:
-    """The layout and the dims of ``random_run(seed)``, with any family's biases, norms, windows and positions."""
+    """The layout and sizes of ``random_run(seed)``, with biases, norms, windows and positions of a random family."""
     config, n_ranks = random_run(seed)
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = replace(config, train=replace(config.train, precision="bf16"))
@@ -60,7 +60,7 @@ def random_family_run(seed: int) -> tuple[RunConfig, int]:
 
 
 def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> ModelConfig:
-    """A model of these dims and this family, with what the family always has; often not a legal one."""
+    """A model of these sizes and this family, with the features that the family always has; often not a valid one."""
     pick, told = draw.choice, family_of(family)
     fixed = {key: values[0] for key, values in told.expressible.items() if len(values) == 1}
     moe = model.moe
@@ -91,12 +91,12 @@ def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> Model
 
 
 def micro_batches(config: RunConfig, n_ranks: int) -> int:
-    """Of one rank in one step."""
+    """The number of micro-batches of one rank in one step."""
     return config.train.global_batch_size // (dp_of(config, n_ranks) * config.train.micro_batch_size)
 
 
 def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, family: str) -> RunConfig:
-    """Any config under the layout, mostly not a legal one."""
+    """A random config under the layout, mostly not a valid one."""
     pick = draw.choice
     zero_free = pick(["fp32", "bf16", "fp16"])
     return RunConfig(
@@ -115,7 +115,7 @@ def draw_config(draw: random.Random, n_ranks: int, parallel: ParallelConfig, fam
 
 
 def draw_parallel(draw: random.Random, n_ranks: int) -> ParallelConfig:
-    """Degrees that divide the processes, more often high ones."""
+    """Random degrees that divide the number of processes, and random ZeRO stage, cp attention and schedule."""
     degrees: dict[str, int] = {}
     left = n_ranks
     for axis in draw.sample(["tp", "cp", "pp"], 3):
@@ -133,7 +133,7 @@ def draw_parallel(draw: random.Random, n_ranks: int) -> ParallelConfig:
 
 
 def draw_model(draw: random.Random, parallel: ParallelConfig, family: Any) -> ModelConfig:
-    """A decoder of odd sizes that tp, cp, ep and pp may fit."""
+    """A random decoder of unusual sizes, chosen so that tp, cp, ep and pp may fit."""
     pick = draw.choice
     n_kv_heads = parallel.tp * pick([1, 1, 2, 3])
     d_head = 2 * pick([2, 3, 4, 5])

@@ -1,4 +1,7 @@
-"""Every switch of the layout and of training, and every block of a model, drawn on top of random_layouts.py's runs."""
+"""Random valid configs with random switches of layout and training, and random blocks of the model.
+
+They extend the runs of random_layouts.py.
+"""
 
 import random
 from collections.abc import Callable
@@ -20,7 +23,8 @@ from random_layouts import RANKS, draw_parallel, random_run
 
 TRIES = 300
 
-Change = Callable[[random.Random, RunConfig, int], RunConfig]  # with its processes; itself where nothing can change
+# Changes a config with its number of processes; returns it unchanged where the change does not apply.
+Change = Callable[[random.Random, RunConfig, int], RunConfig]
 
 SWITCHES: dict[str, list[Any]] = {
     "parallel.tp_overlap": [True],
@@ -92,14 +96,14 @@ FURTHER: dict[str, list[Any]] = {
 
 
 def random_switched_run(seed: int) -> tuple[RunConfig, int]:
-    """The layout and the dims of ``random_run(seed)`` with any switches that go together there."""
+    """The layout and sizes of ``random_run(seed)`` with random switches that are valid together."""
     config, n_ranks = random_run(seed)
     draw = random.Random(f"switches {seed}")
     return drawn(draw, config, n_ranks, [*map(setting, SWITCHES.items()), in_8_bits, within_a_budget, grown]), n_ranks
 
 
 def random_free_run(seed: int) -> tuple[RunConfig, int]:
-    """The same with any blocks that go together, in a decoder of no family."""
+    """The run of ``random_switched_run(seed)`` with random model blocks that are valid together, of no family."""
     config, n_ranks = random_switched_run(seed)
     draw = random.Random(f"blocks {seed}")
     config = replace(config, model=replace(config.model, family="none"))
@@ -110,14 +114,17 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
 
 
 def gated(seed: int, config: RunConfig, n_ranks: int) -> RunConfig:
-    """The config with gates of any kind on what attention puts out, or none; drawn apart, so that the rest stays."""
+    """The config with random gates on attention's output, or none.
+
+    Drawn from a generator of its own, so that the other draws of a seed stay as they were.
+    """
     kind = random.Random(f"gates {seed}").choice(get_args(AttentionGate))
     changed = with_value(config, "model.attention_gate", kind)
     return config if check(changed, n_ranks) else changed
 
 
 def random_further_run(seed: int) -> tuple[RunConfig, int]:
-    """The same with any first weights, scalings of rotations and details of scores and updates."""
+    """The run of ``random_free_run(seed)`` with random initialization, RoPE scaling, scores' and updates' details."""
     config, n_ranks = random_free_run(seed)
     draw = random.Random(f"further {seed}")
     config = drawn(draw, config, n_ranks, [*map(setting, FURTHER.items()), longer, wider])
@@ -125,7 +132,7 @@ def random_further_run(seed: int) -> tuple[RunConfig, int]:
 
 
 def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
-    """One run in fp32 under two layouts, each with switches of its own: what is saved under one, the other goes on."""
+    """One fp32 run under two layouts with their own switches, to save under the first and resume under the second."""
     config, n_ranks = random_free_run(seed)
     config = replace(
         config,
@@ -154,9 +161,9 @@ def random_resume(seed: int) -> tuple[RunConfig, int, RunConfig, int]:
 
 
 def drawn(draw: random.Random, config: RunConfig, n_ranks: int, changes: list[Change]) -> RunConfig:
-    """The config after half of the changes, one after another, but for those that the rules forbid.
+    """The config after a random half of the changes, one after another, without those that the rules forbid.
 
-    What a rule forbids for want of another change has its second turn when all have had their first.
+    All chosen changes are tried twice, since one may be valid only after another.
     """
     chosen = [change for change in changes if draw.random() < 0.5]
     for change in [*draw.sample(chosen, len(chosen)), *chosen]:
@@ -167,7 +174,7 @@ def drawn(draw: random.Random, config: RunConfig, n_ranks: int, changes: list[Ch
 
 
 def setting(item: tuple[str, list[Any]]) -> Change:
-    """A key set to any of some values, where its section is there."""
+    """The change that sets a key to one of the values; keys of experts only in models with experts."""
     key, values = item
 
     def change(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
@@ -179,13 +186,13 @@ def setting(item: tuple[str, list[Any]]) -> Change:
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """A section whose ``key`` below it, with dots, has the value."""
+    """A copy of the section in which the dotted ``key`` has the value."""
     name, _, rest = key.partition(".")
     return replace(section, **{name: with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def in_8_bits(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
-    """All widths whole multiples of 16 on each rank, and products of 8 bits."""
+    """The config with precision fp8, and widths that are multiples of 16 on each rank as fp8 needs."""
     unit = 16 * config.parallel.tp
     model, moe = config.model, config.model.moe
     if moe is not None:
@@ -195,19 +202,19 @@ def in_8_bits(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
 
 
 def within_a_budget(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
-    """A budget of activations that makes layers recompute in various ways."""
+    """The config with an activation budget under which layers recompute in various ways."""
     free = replace(config, train=replace(config.train, recompute="none", activation_gib=1.0))
     return config if check(free, n_ranks) else with_value(free, "train.activation_gib", halfway_gib(free, n_ranks))
 
 
 def grown(_: random.Random, config: RunConfig, n_ranks: int) -> RunConfig:
-    """A batch that has half of its size at first."""
+    """The config with a batch ramp that starts at half of the batch size."""
     half = config.train.global_batch_size // 2
     return with_value(config, "train.batch_ramp", BatchRamp(start=half, increment=half, samples=1))
 
 
 def iterated(config: RunConfig, n_ranks: int) -> RunConfig:
-    """Muon's iterations in bf16, where training is in 16 bits or less."""
+    """The config with Muon's iterations in bf16, where that is valid."""
     if config.optimizer.name != "muon":
         return config
     low = with_value(config, "optimizer.iteration_dtype", "bf16")
@@ -215,7 +222,7 @@ def iterated(config: RunConfig, n_ranks: int) -> RunConfig:
 
 
 def grouped(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
-    """Experts in groups, of which a token chooses some first."""
+    """The config with experts in groups, of which each token first chooses some."""
     moe = config.model.moe
     if moe is None:
         return config
@@ -224,19 +231,19 @@ def grouped(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
 
 
 def latent(_: random.Random, config: RunConfig, __: int) -> RunConfig:
-    """Latent attention: every head has keys of its own."""
+    """The config with multi-head latent attention, where every head has keys of its own."""
     mla = MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=8)
     model = config.model
     return replace(config, model=replace(model, mla=mla, n_kv_heads=model.n_heads, d_head=None, qk_norm=False))
 
 
 def placed(_: random.Random, config: RunConfig, __: int) -> RunConfig:
-    """A table of positions as long as a sequence."""
+    """The config with learned positions, with a table as long as a sequence."""
     return replace(config, model=replace(config.model, positions="learned", max_positions=config.data.seq_len))
 
 
 def longer(_: random.Random, config: RunConfig, __: int) -> RunConfig:
-    """Rotations of which each pair is slowed by a factor of its own."""
+    """The config with LongRoPE scaling, which slows each pair of channels by its own factor."""
     model = config.model
     n_pairs = int((model.mla.d_rope if model.mla else model.head_dim) * model.rope_fraction) // 2
     short, long = (tuple(first + 0.5 * pair for pair in range(n_pairs)) for first in (1.0, 2.0))
@@ -245,5 +252,5 @@ def longer(_: random.Random, config: RunConfig, __: int) -> RunConfig:
 
 
 def wider(draw: random.Random, config: RunConfig, _: int) -> RunConfig:
-    """A model that muP takes for a wider one."""
+    """The config with muP initialization relative to a base model that is narrower by a factor of 2 or 3."""
     return with_value(config, "model.init", MupInit(base_d_model=config.model.d_model // draw.choice([2, 3])))

@@ -1,4 +1,4 @@
-"""What an import of each family refuses: its keys of a config.json, and how the line about them begins."""
+"""Keys of config.json that the import of each family refuses, with a part of the expected message."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Each rank's communications in the order in which it begins them, and whether all of them end on NCCL.
+"""Records each rank's communications in the order in which it starts them, and checks for deadlocks on NCCL.
 
-gloo buffers small messages, so what it lets pass can wait without end on NCCL: there a send ends only with its receive,
-and whatever a rank begins on one stream waits for what it began before. The model here is the strictest: all that a
-rank begins, in whatever group, is one queue. What ends in it ends on NCCL.
+gloo buffers small messages, so communications that complete on gloo can deadlock on NCCL: there a send completes only
+with its receive, and whatever a rank starts on one stream waits for what it started before. The model here is the
+strictest: all communications of a rank, in whatever group, form one queue. What completes in it completes on NCCL.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Begun:
-    """One communication: its kind, the ranks of its group, and of a transfer the other rank."""
+    """One communication: its kind, the ranks of its group, and for a send or receive the other rank."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -50,25 +50,25 @@ class Begun:
 
     @property
     def partner(self) -> str | None:
-        """What the other rank of a transfer must begin."""
+        """The kind that the other rank of a transfer must start; None for a collective."""
         return {"send": "recv", "recv": "send"}.get(self.kind)
 
 
-Queue = list[tuple[Begun, ...]]  # what begins together is one entry
+Queue = list[tuple[Begun, ...]]  # communications that are started together form one entry
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Queue]:
-    """The queue of this thread, while the context lasts."""
+    """A context that records this thread's communications in the queue that it gives."""
     with recording_threads() as queues:
         yield queues[threading.current_thread().name]
 
 
 @contextlib.contextmanager
 def recording_threads() -> Iterator[dict[str, Queue]]:
-    """The queue of each thread of this process by its name, while the context lasts."""
+    """A context that records this process's communications, in a queue for each thread by the thread's name."""
     queues: dict[str, Queue] = defaultdict(list)
-    batches: dict[str, list[Begun]] = {}  # of the threads that are beginning one now
+    batches: dict[str, list[Begun]] = {}  # of threads that are within batch_isend_irecv
 
     def add(begun: Begun) -> None:
         name = threading.current_thread().name
@@ -119,7 +119,7 @@ def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> 
 
 
 def stuck(queues: Sequence[Queue]) -> list[str]:
-    """What each rank waits for without end, in a line; nothing where every queue comes to its end."""
+    """One line for each rank that waits forever, with what it waits for; empty where all queues complete."""
     heads = [0] * len(queues)
     moved = True
     while moved:
@@ -137,7 +137,7 @@ def stuck(queues: Sequence[Queue]) -> list[str]:
 
 
 def _meeting(queues: Sequence[Queue], heads: Sequence[int], rank: int) -> set[int] | None:
-    """The ranks whose first entries end together, that of ``rank`` among them; None where they cannot yet."""
+    """The ranks whose first entries complete together with that of ``rank``; None where they cannot complete yet."""
     found: set[int] = set()
     open_ranks = [rank]
     while open_ranks:
@@ -161,7 +161,7 @@ def _meeting(queues: Sequence[Queue], heads: Sequence[int], rank: int) -> set[in
 
 
 def queues_of(world_size: int, work: Callable[[int], object]) -> list[Queue]:
-    """What each rank begins in ``work(rank)``."""
+    """The queue of each rank while it runs ``work(rank)``; the ranks are simulated one after another."""
     queues = []
     for rank in range(world_size):
         with as_rank(rank, world_size), recording() as queue:

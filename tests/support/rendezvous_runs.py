@@ -1,4 +1,4 @@
-"""What each rank begins in training, evaluation and saves, taken from real runs: of pipelines alone, and whole ones."""
+"""Records the communications of each rank in real runs, of pipelines alone and of whole trainings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from parallel.processes.start import run_ranks
 from pp_runs import Case, batch_of, build_pipeline, micro_batches
 from rendezvous import Queue, recording, recording_threads
 
-STEPS = 2  # torch's first one also tells its stages' shapes
+STEPS = 2  # in the first step torch's stages also exchange shapes
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Drawn:
     n_micro: int
 
     def is_legal(self, pp: int) -> bool:
-        """Whether a config of ``pp`` stages may have it."""
+        """Whether the config's rules allow it with ``pp`` ranks in the pipeline."""
         sizes = {"n_layers": 99, "zero": 0, "micro_batch_size": 1, "dp": 1, "global_batch_size": self.n_micro}
         return not list(pipeline_problems(self.pipeline, pp=pp, **sizes))
 
 
 def queues(pp: int, drawn: Sequence[Drawn], fault: str | None = None) -> list[list[Queue]]:
-    """For each of ``drawn`` every rank's queue of two training steps and an evaluation."""
+    """For each of ``drawn``, every rank's queue of communications in two training steps and an evaluation."""
     by_rank = run_ranks(begun_in_rank, pp, pp, drawn, fault, timeout_seconds=280, threads=1)
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
 def begun_in_rank(pp: int, drawn: Sequence[Drawn], fault: str | None) -> list[Queue]:
-    """This rank's queues."""
+    """This rank's queue of communications for each of ``drawn``."""
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(SimpleNamespace(pp=pp), 240)
@@ -49,7 +49,7 @@ def begun_in_rank(pp: int, drawn: Sequence[Drawn], fault: str | None) -> list[Qu
 
 
 def begun_in(mesh: Any, drawn: Drawn, fault: str | None) -> Queue:
-    """This rank's queue of one pipeline, of a model with a layer for each stage."""
+    """This rank's queue of communications in one pipeline, of a model with one layer in each stage."""
     n_layers = len(stage_ranks(drawn.pipeline, mesh.pp.degree))
     model = ModelConfig(vocab_size=32, d_model=8, n_layers=n_layers, n_heads=1, n_kv_heads=1, d_head=8, d_ff=8)
     case = Case(model, drawn.pipeline, pp=mesh.pp.degree, n_micro=drawn.n_micro, micro_batch_size=1)
@@ -64,7 +64,7 @@ def begun_in(mesh: Any, drawn: Drawn, fault: str | None) -> Queue:
 
 
 def one_by_one(pipeline: Any, made: Any, due: Any, time: int, ranks: Sequence[int]) -> Any:
-    """An exchange whose transfers begin one after another, which gloo lets pass."""
+    """A fault: an exchange whose transfers are started one after another, which completes on gloo."""
     batch = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda all_: [each.op(each.tensor, each.peer, group=each.group) for each in all_]
     try:
@@ -74,7 +74,7 @@ def one_by_one(pipeline: Any, made: Any, due: Any, time: int, ranks: Sequence[in
 
 
 def queues_of_run(config: RunConfig, n_ranks: int, fault: str | None = None) -> dict[str, list[Queue]]:
-    """A whole run: for each thread that communicates, by its name, every rank's queue."""
+    """Trains a whole run; thread's name -> every rank's queue of communications in that thread."""
     from launcher.training.run_dir import claim
 
     with claim(config):
@@ -85,7 +85,7 @@ def queues_of_run(config: RunConfig, n_ranks: int, fault: str | None = None) -> 
 
 
 def begun_in_run(config: RunConfig, fault: str | None) -> dict[str, Queue]:
-    """This rank's queues of the run."""
+    """This rank's queues of communications in the run, by thread."""
     import launcher.training.loop as loop
 
     if fault is not None:
@@ -102,9 +102,9 @@ def begun_in_run(config: RunConfig, fault: str | None) -> dict[str, Queue]:
 
 
 def begin_out_of_order(mesh: Any) -> None:
-    """Sums over two axes at a time, in an order in which four ranks wait in a circle on one stream of NCCL's.
+    """A fault: all-reduces over two axes, started in an order that deadlocks four ranks on one NCCL stream.
 
-    gloo carries each axis's sums for themselves and lets that pass.
+    gloo runs each group's all-reduces independently, so they complete there.
     """
     axes = [mesh.tp, mesh.replicas]
     for axis in axes if (mesh.tp.rank + mesh.replicas.rank) % 2 else reversed(axes):

@@ -1,4 +1,4 @@
-"""Run directories as a run writes them, made up: long ones, with experts, spikes, restarts and hostile texts."""
+"""Writes made-up run directories: long runs with experts, spikes, restarts and hostile texts."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-# What markup, a script, a terminal and a line of JSON would each obey.
+# Text with HTML and a script, terminal escapes, line separators and quotes.
 HOSTILE = "</script><script>window.stolen=1</script><img src=x onerror=stolen=1>\x1b[31m\x07\u2028\u202e&quot;'\"`${1}"
 START = {"event": "start", "ranks": 4, "nodes": "n[1-2]", "slurm_job": "77", "slurm_restarts": 0}
 START |= {"commit": "a1b2c3", "code_sha256": "0123456789ab", "init_from": None, "config_sha256": "ba9876543210"}
@@ -14,14 +14,14 @@ START |= {"python": "3.11.9", "torch": "2.11.0", "cuda": None, "device": "a CPU"
 
 
 def loss_at(step: int, steps: int, noise: float) -> float:
-    """A falling loss."""
+    """A loss that falls over the steps, with noise."""
     return 2.2 + 8.5 * math.exp(-9 * step / steps) + 1.2 * math.exp(-2 * step / steps) + 0.08 * noise
 
 
 def update_rows(
     steps: int, *, layers: int = 2, experts: int = 8, seed: int = 0, shares_every: int = 1, spike: int | None = None
 ) -> Iterator[dict]:
-    """Rows of updates. ``spike``: the one step whose loss is 9 higher."""
+    """Rows of updates as in metrics.jsonl. ``spike``: the one step whose loss is 9 higher."""
     rng, tokens = random.Random(seed), 0
     for step in range(1, steps + 1):
         tokens += 65536
@@ -40,7 +40,7 @@ def update_rows(
 
 
 def layer_numbers(prefix: str, step: int, experts: int, rng: random.Random, *, with_shares: bool) -> dict:
-    """A layer's keys, as ``launcher.watch.moe`` has them."""
+    """The keys of one MoE layer in a row, named as by ``launcher.watch.moe``, with made-up numbers."""
     if not with_shares:
         spread = 0.3 + 0.5 * rng.random()
         return {f"{prefix}/load_max": 1 + 2 * spread, f"{prefix}/load_min": 1 - spread, f"{prefix}/entropy": 1.9}
@@ -53,7 +53,7 @@ def layer_numbers(prefix: str, step: int, experts: int, rng: random.Random, *, w
 
 
 def write_run(path: Path, rows: list[dict] | Iterator[dict], config: str | None = None, tail: str = "") -> Path:
-    """A run directory of these rows."""
+    """Writes a run directory with these rows of metrics.jsonl, then the text ``tail``; returns its path."""
     path.mkdir(parents=True)
     with (path / "metrics.jsonl").open("w") as file:
         for row in rows:
@@ -65,7 +65,7 @@ def write_run(path: Path, rows: list[dict] | Iterator[dict], config: str | None 
 
 
 def lively_rows(steps: int, seed: int = 0, **options) -> Iterator[dict]:
-    """A run that was evaluated, saved, resumed with another batch, that had a spike, a bad batch and a rollback."""
+    """Rows of a run with evaluations, checkpoints, a resume with another batch size, a spike and a rollback."""
     yield {"step": 0, **START}
     for row in update_rows(steps, seed=seed, spike=steps // 2, **options):
         step = row["step"]

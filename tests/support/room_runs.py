@@ -1,4 +1,7 @@
-"""Small engines, one for each way DeepSpeed holds state, that tell which of our patches DeepSpeed came to."""
+"""Runs small engines, one for each way in which DeepSpeed holds state, and records which patches DeepSpeed calls.
+
+The patches are those of parallel.zero.patches.
+"""
 
 import functools
 from collections import Counter
@@ -40,7 +43,10 @@ called: Counter[str] = Counter()
 
 
 def called_in_rank(configs: list[RunConfig], fault: str | None) -> list[set[str]]:
-    """One rank: for each config two steps of an engine, and which patches were called meanwhile."""
+    """Trains two steps of an engine for each config; returns the patches called in each. All ranks call it.
+
+    ``fault`` names a function of DeepSpeed to ``rename``.
+    """
     from data.dataset import open_dataset
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
@@ -65,7 +71,7 @@ def called_in_rank(configs: list[RunConfig], fault: str | None) -> list[set[str]
 
 
 def count_calls() -> None:
-    """Has every patch count its calls."""
+    """Makes calls of every patch be counted in ``called``."""
     import deepspeed.ops
 
     import parallel.zero.patches as patches
@@ -92,7 +98,7 @@ def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rename(name: str) -> None:
-    """DeepSpeed as a later version might be: it calls a function of its own by another name than we know."""
+    """Renames a function within DeepSpeed, as a later version might, so that Roundtable's patch of it is not called."""
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -106,7 +112,7 @@ def rename(name: str) -> None:
     }[name]
     setattr(owner, f"{name}_renamed", getattr(owner, name))
     callers: list[Any] = [caller]
-    while name not in callers[0].__code__.co_names:  # a decorator's wrapper, which has the function in its closure
+    while name not in callers[0].__code__.co_names:  # a decorator's wrapper has the wrapped function in its closure
         inside = [cell.cell_contents for cell in callers.pop(0).__closure__ or ()]
         callers += [each for each in inside if hasattr(each, "__code__")]
     caller = callers[0]
