@@ -1,4 +1,4 @@
-"""What the ranks of the saver's tests do: one engine each, saved in many ways, whole and broken."""
+"""Functions that tests of the checkpoint saver run in each rank: saves that succeed, fail, or are broken on purpose."""
 
 import resource
 import threading
@@ -46,7 +46,7 @@ def opened(config: RunConfig) -> Engine:
 
 
 def owned(engine: Engine) -> dict[tuple[str, str, tuple[int, ...]], Tensor]:
-    """Copies of what this rank writes, by kind, name and start."""
+    """(kind, name, start) -> a copy of each piece that this rank would write to a checkpoint."""
     found, tensors = write.collect_owned(engine)
     pieces = [piece for each in found for piece in each.pieces("")]
     return {(piece.kind, piece.name, piece.start): tensors[piece.key].clone() for piece in pieces}
@@ -54,7 +54,7 @@ def owned(engine: Engine) -> dict[tuple[str, str, tuple[int, ...]], Tensor]:
 
 @dataclass
 class Witness:
-    """One rank's account of ``save_whole``."""
+    """One rank's saves, the state at the first one, and the order of syncs and commits."""
 
     saves: list[Saved]
     state: dict[tuple[str, str, tuple[int, ...]], Tensor]  # at the first save
@@ -62,19 +62,19 @@ class Witness:
 
 
 def save_whole(config: RunConfig, checkpoints: str, asynchronous: bool) -> Witness:
-    """Two saves, the state changed right after the first returns: on disk is what was when it was called."""
+    """Saves twice, and changes the state right after the first save returns, which must not change what is on disk."""
     return save_changing_state(opened(config), checkpoints, asynchronous)
 
 
 def save_slowly(config: RunConfig, checkpoints: str, waits: bool) -> Witness:
-    """As ``save_whole`` asynchronously, the copies taken late; without ``waits`` nothing waits for them."""
+    """Saves twice asynchronously with copies that are made late; without ``waits`` nothing waits for the copies."""
     engine = opened(config)
     with late_copies(engine, waits) as over:
         return save_changing_state(engine, checkpoints, True, over)
 
 
 def save_beside_a_step(config: RunConfig, checkpoints: str, waits: bool) -> Witness:
-    """A save after the first update, the copy taken late; without ``waits`` the second update does not wait for it."""
+    """Saves after the first update with a late copy; without ``waits`` the second update does not wait for the copy."""
     engine = opened(config)
     dataset = open_dataset(config.data, seed=config.seed, vocab_size=config.model.vocab_size, split="train")
     progress = TrainState()
@@ -91,7 +91,7 @@ def save_beside_a_step(config: RunConfig, checkpoints: str, waits: bool) -> Witn
 
 @contextmanager
 def late_copies(engine: Engine, waits: bool) -> Iterator[threading.Event]:
-    """Savers that take half a second for a copy; without ``waits``, ones that copy when the event is set, too late."""
+    """A context in which savers copy half a second late, or without ``waits`` only when the event is set: too late."""
     copy_all, over = saver_module.copy_all, threading.Event()
 
     def late(*arguments: Any) -> None:
@@ -108,7 +108,7 @@ def late_copies(engine: Engine, waits: bool) -> Iterator[threading.Event]:
 def save_changing_state(
     engine: Engine, checkpoints: str, asynchronous: bool, changed: threading.Event | None = None
 ) -> Witness:
-    """Two saves of an engine, whose weights change sign in between; then ``changed`` is set."""
+    """Saves an engine twice; in between, its weights change sign and ``changed`` is set."""
     events = []
     hooks = Hooks(lambda: events.append("synced"), after_commit=lambda store: events.append("committed"))
     with Saver(open_store(checkpoints), engine, asynchronous=asynchronous, hooks=hooks) as saver:
@@ -126,7 +126,7 @@ def save_changing_state(
 
 
 def save_faulty(config: RunConfig, folder: Path) -> dict[str, Saved]:
-    """One save for each planted fault, and a sound one after them all."""
+    """Saves once with each of FAULTS planted, then once without; returns each fault's result ("none": the last)."""
     engine = opened(config)
     found = {}
     with Saver(LocalStore(folder), engine) as saver:
@@ -140,7 +140,7 @@ def save_faulty(config: RunConfig, folder: Path) -> dict[str, Saved]:
 
 @contextmanager
 def planted(fault: str, engine: Engine) -> Iterator[None]:
-    """The saver broken in the named way, on rank 1 where it is one rank's fault."""
+    """A context in which rank 1's saver is broken in the named way."""
     collect = write.collect_owned
 
     def broken(*arguments: Any) -> Collected:
@@ -155,7 +155,7 @@ def planted(fault: str, engine: Engine) -> Iterator[None]:
 
 
 def spoil(fault: str, owned: list[Owned]) -> list[Owned]:
-    """What a saver with the fault would say that the rank owns."""
+    """The list of what the rank owns as a saver with the fault would give it."""
     match fault:
         case "one rank's experts written for all":  # each rank calls its own experts the first ones
             return [as_first(each) if ".experts." in each.name else each for each in owned]
@@ -174,12 +174,12 @@ def spoil(fault: str, owned: list[Owned]) -> list[Owned]:
 
 
 def as_first(owned: Owned) -> Owned:
-    """The same elements of the first experts."""
+    """The same shape of elements, declared to belong to the first experts."""
     return replace(owned, held=Box((0, *owned.held.start[1:]), owned.held.shape))
 
 
 def save_with_failing_disk(config: RunConfig, folder: Path, asynchronous: bool) -> list[Saved]:
-    """Three saves; in the second, rank 1's files may not grow beyond a few bytes (the system refuses the write)."""
+    """Saves three times; in the second save, the system refuses rank 1 to write more than 1000 bytes to a file."""
     engine, saves = opened(config), []
     with Saver(LocalStore(folder), engine, asynchronous=asynchronous) as saver:
         for step in (1, 2, 3):
@@ -194,7 +194,7 @@ def save_with_failing_disk(config: RunConfig, folder: Path, asynchronous: bool) 
 
 
 def save_beside_a_hanging_rank(config: RunConfig, folder: Path) -> tuple[str, float]:
-    """Rank 1's writer hangs for longer than the saver waits; what each rank is told, and after how long."""
+    """Saves while rank 1's writer hangs longer than the saver waits; returns this rank's error and seconds waited."""
     engine = opened(config)
     saver = Saver(LocalStore(folder), engine, timeout_seconds=2)
     if engine.mesh.rank == 1:
@@ -209,7 +209,7 @@ def save_beside_a_hanging_rank(config: RunConfig, folder: Path) -> tuple[str, fl
 
 
 def delay(saver: Saver, seconds: float) -> None:
-    """Makes the writer slow."""
+    """Makes the saver's writer take ``seconds`` longer."""
     write_own: Callable[..., Any] = saver._write_own
 
     def slow(*arguments: Any) -> Any:
@@ -220,7 +220,10 @@ def delay(saver: Saver, seconds: float) -> None:
 
 
 def write_on_after_losing_the_fence(config: RunConfig, taken: Path, lost: Path) -> dict[str, str]:
-    """A process that saves and logs under its claim, then does so again after another one has raised the fence."""
+    """Saves and logs under the run's claim, and again after another process has raised the fence; returns the errors.
+
+    ``taken`` is created when this process has saved; it goes on once ``lost`` exists.
+    """
     said = {}
     with claim(config) as claimed:
         engine = opened(config)
@@ -246,7 +249,7 @@ def write_on_after_losing_the_fence(config: RunConfig, taken: Path, lost: Path) 
 
 
 def raise_fence_when_taken(run_path: Path, taken: Path, lost: Path) -> int:
-    """The process that starts the run elsewhere; its token."""
+    """Raises the run's fence as a start elsewhere would, once ``taken`` exists; creates ``lost``, returns the token."""
     while not taken.exists():
         time.sleep(0.02)
     token = raise_fence(run_path).token

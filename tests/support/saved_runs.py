@@ -1,4 +1,4 @@
-"""A run directory with a checkpoint, written without training."""
+"""Writes a run directory with a checkpoint, without training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,10 @@ def save_run(
     step: int,
     save_tokenizer: Callable[[Path], object] = save_byte_tokenizer,
 ) -> Path:
-    """A run directory with one checkpoint, as a single rank would write it. ``save_tokenizer`` fills its folder."""
+    """Writes a run directory with one checkpoint, as a single rank would; returns the checkpoint's folder.
+
+    ``save_tokenizer`` writes the tokenizer's files into the folder that it is given.
+    """
     directory = run / "checkpoints" / f"step-{step:08d}"
     (directory / "tokenizer").mkdir(parents=True)
     save_tokenizer(directory / "tokenizer")

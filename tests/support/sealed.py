@@ -1,4 +1,4 @@
-"""A small run with a checkpoint, and what somebody may make of its files, with every hash made right again."""
+"""A small run with a checkpoint, and changes to its manifest after which every hash is right again."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SHARDS = ("shard-00000.safetensors", "shard-00001.safetensors")
 
 
 def write_run(run: Path, step: int = 1) -> Path:
-    """A run directory with one checkpoint, whose folder is returned: two shards, the config and a tokenizer."""
+    """Writes a run directory with one checkpoint of two shards, the config and a tokenizer; returns its folder."""
     directory = run / "checkpoints" / f"step-{step:08d}"
     (directory / "tokenizer").mkdir(parents=True)
     save_byte_tokenizer(directory / "tokenizer")
@@ -48,20 +48,20 @@ def write_run(run: Path, step: int = 1) -> Path:
 
 
 def piece_of(name: str, shape: list[int], shard: str) -> Piece:
-    """The whole tensor as one piece."""
+    """The piece that holds the whole tensor."""
     start = (0,) * len(shape)
     return Piece(WEIGHT, name, start, tuple(shape), shard, key_of(WEIGHT, name, start))
 
 
 def write_shard(directory: Path, shard: str, pieces: list[Piece]) -> dict[str, Any]:
-    """A shard of zeros; its record."""
+    """Writes a shard of zeros; returns its entry in the manifest."""
     zeros = torch.zeros(sum(Box(piece.start, piece.shape).numel for piece in pieces))
     shapes = {piece.key: piece.shape for piece in pieces}
     return write_tensors(LocalFolder(directory), shard, shapes, chunks_of(zeros))
 
 
 def cut_up(body: dict[str, Any]) -> None:
-    """Says each piece as a cut of one range."""
+    """Replaces each piece in the manifest by an equivalent cut with one range."""
     body["shards"] = list(SHARDS)
     for piece in body.pop("pieces"):
         held = {"name": piece["name"], "start": piece["start"], "shape": piece["shape"]}
@@ -71,12 +71,12 @@ def cut_up(body: dict[str, Any]) -> None:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """Size and hash of a file, a link's target included."""
+    """The manifest's entry of a file: size and hash, of a link those of its target."""
     return {"bytes": path.stat().st_size, "xxh3_128": hash_file(path.resolve())}
 
 
 def body_of(directory: Path) -> dict[str, Any]:
-    """The manifest's JSON without its seal."""
+    """The manifest's JSON without its hash."""
     return json.loads((directory / "manifest.json").read_bytes()[:-SEAL_BYTES] + b"}")
 
 
@@ -88,12 +88,12 @@ def reseal(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def reseal_text(directory: Path, old: bytes, new: bytes) -> None:
-    """Replaces a part of the manifest's text by what JSON libraries would not write, and gives it the right hash."""
+    """Replaces a part of the manifest's text, also by text that no JSON library writes, and gives it the right hash."""
     content = (directory / "manifest.json").read_bytes()[:-SEAL_BYTES] + b"}"
     assert old in content
     (directory / "manifest.json").write_bytes(sealed(content.replace(old, new, 1)))
 
 
 def sealed(content: bytes) -> bytes:
-    """Any bytes that end as a JSON object does, with their hash as the last entry."""
+    """Bytes that end with a brace, with their hash inserted as the last entry of the object."""
     return content[:-1] + b',"xxh3_128":"' + xxhash.xxh3_128_hexdigest(content).encode() + b'"}'

@@ -1,4 +1,4 @@
-"""Every rank of a large job as the code sees it, without a process: its mesh, and what it owns of a model."""
+"""Simulates all ranks of a large job without processes: each one's mesh, and what it owns of a model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,18 +21,18 @@ from parallel.pipeline.stages import pipeline_parts
 from parallel.zero.fragments import even_share
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
-STATES = ("exp_avg", "exp_avg_sq")  # AdamW's
+STATES = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
 SCALARS = {"consumed": 0, "skipped": [], "tokens": 0, "updates": 0, "loss_scaler": {}, "heldout": None}
 
 
 def deepseek_v3(n_layers: int | None = None) -> ModelConfig:
-    """671 billion parameters, or its first layers, embedding and head."""
+    """The config of DeepSeek-V3 (671 billion parameters), or with only its first ``n_layers`` layers."""
     config = load_config(MODELS / "deepseek-v3.yaml", []).model
     return config if n_layers is None else replace(config, n_layers=n_layers)
 
 
 def meshes(degrees: Degrees) -> Iterator[Mesh]:
-    """Each rank's mesh, without groups."""
+    """Each rank's mesh, in order of the ranks, without process groups."""
     places: list[dict[str, Axis]] = [{} for _ in range(degrees.world_size)]
     for name in AXES:
         for line in degrees.lines(name):
@@ -43,7 +43,7 @@ def meshes(degrees: Degrees) -> Iterator[Mesh]:
 
 
 class Job:
-    """A model's tensors on a mesh: per pipeline stage, the ones that it holds."""
+    """A model's tensors in a job of given degrees and ZeRO stage."""
 
     def __init__(self, config: ModelConfig, degrees: Degrees, zero: int) -> None:
         self.config, self.degrees, self.zero = config, degrees, zero
@@ -53,7 +53,7 @@ class Job:
         self.names = [[name for name, tensor in self.tensors.items() if holds(part, name, tensor)] for part in parts]
 
     def owned(self, mesh: Mesh) -> list[Owned]:
-        """What a rank owns: even shares of each weight (ZeRO 0 and 3), or of its groups' flat tensors (1 and 2)."""
+        """What a rank owns: even shares of each weight (ZeRO 0 and 3), or of the flat tensors of groups (1 and 2)."""
         kinds = (WEIGHT, *STATES)
         names = self.names[mesh.pp.rank]
         weights = [name for name in names if not self.tensors[name].is_buffer and self.layout[name].is_owner(mesh)]
@@ -66,7 +66,10 @@ class Job:
         return found
 
     def shares(self, mesh: Mesh, names: list[str]) -> Iterator[tuple[str, Box, int, int]]:
-        """As ``Zero3.share_of`` and ``Replicated.share_of`` have it."""
+        """(name, box held, first element, number of elements) of the rank's even share of each weight.
+
+        The shares are those of ``Zero3.share_of`` and ``Replicated.share_of``.
+        """
         for name in names:
             place = self.layout[name]
             held = place.held_box(mesh)
@@ -75,7 +78,10 @@ class Job:
                 yield name, held, first, numel
 
     def flat_shares(self, mesh: Mesh, names: list[str]) -> Iterator[tuple[str, Box, int, int]]:
-        """As DeepSpeed cuts its flat tensors: one of experts and one of other weights, with decay and without."""
+        """(name, box held, first element, number of elements) of the rank's share of DeepSpeed's flat tensors.
+
+        There is a flat tensor for experts and one for other weights, each with and without weight decay.
+        """
         groups: dict[tuple[bool, bool], list[tuple[str, Box]]] = {}
         for name in names:
             place = self.layout[name]
@@ -90,7 +96,7 @@ class Job:
                 begin += held.numel
 
     def manifest(self) -> tuple[Manifest, int]:
-        """That of a save, and the bytes that the ranks send to the first one for it."""
+        """The manifest that a save would write, and the bytes that all ranks send to rank 0 for it."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         packed = [pack(self.owned(mesh), shapes) for mesh in meshes(self.degrees)]
         kinds = {kind: [n for n, t in self.tensors.items() if not t.is_buffer] for kind in (WEIGHT, *STATES)}
@@ -104,7 +110,7 @@ class Job:
 
 
 def holds(part: Any, name: str, tensor: LogicalTensor) -> bool:
-    """Whether a stage holds the tensor; ``part`` None: there is one stage."""
+    """Whether the stage ``part`` holds the tensor; None: there is only one stage."""
     if part is None:
         return True
     if tensor.layer is not None:

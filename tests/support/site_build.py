@@ -1,4 +1,4 @@
-"""The site as `make docs` makes it, for tests."""
+"""Builds the documentation site as `make docs` does, for tests."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ PAGES = sorted(path.relative_to(DOCS).with_suffix(".html").as_posix() for path i
 
 
 def build(docs: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` runs, from the pages of ``docs``."""
+    """Builds the site from the pages in ``docs`` into ``out`` with the command of `make docs`; returns its result."""
     strict = ["--fail-on-warning", "--keep-going", "--quiet"]
     command = [sys.executable, "-m", "sphinx", *strict, "--builder", "html", str(docs), str(out)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
-GPUS, CPUS, MEMORY_MIB = 8, 64, 500_000  # of a node, as it claims; the GPUs are /dev/null under other names
+GPUS, CPUS, MEMORY_MIB = 8, 64, 500_000  # that each node claims to have; the GPUs are /dev/null under other names
 NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 
@@ -87,7 +87,7 @@ PartitionName=short Nodes=ALL MaxTime=30 DefaultTime=10 PriorityTier=1 State=UP
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF State=UP
 """
 
-# What pid 1 of a node runs; it never ends, since its end is the node's. Arguments: name, address, folder.
+# The script of a node's pid 1, which never ends by itself: with it the node ends. Arguments: name, address, folder.
 INIT = """\
 name=$1 address=$2 folder=$3
 hostname "$name"
@@ -108,7 +108,7 @@ while kill -0 $keeper; do wait -n || true; done
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a cluster, or None."""
+    """Why no cluster can be started on this machine, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs Linux and root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
@@ -131,13 +131,13 @@ def login_link(subnet: int) -> str:
 
 
 def free_subnet(first: int) -> int:
-    """The first of 1 to 250, from ``first`` on, that no other cluster of this machine has."""
+    """The first subnet number of 1 to 250, from ``first`` on, that no other cluster on this machine uses."""
     numbers = [*range(first, 251), *range(1, first)]
     return next(n for n in numbers if not Path("/sys/class/net", login_link(n)).exists())
 
 
 class Cluster:
-    """A running cluster, or the folder of one. ``folder`` is short: unix sockets lie in it."""
+    """A cluster, running or to be started, in ``folder``, whose path must be short: unix sockets lie in it."""
 
     def __init__(self, folder: Path, subnet: int = 77) -> None:
         self.folder = folder
@@ -147,15 +147,15 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment in which Slurm's commands talk to this cluster."""
+        """The environment variables with which Slurm's commands talk to this cluster."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         return clean | {"SLURM_CONF": str(self.folder / "etc/slurm.conf"), "PATH": f"{SYSTEM_PATH}:{clean['PATH']}"}
 
     def start(self, n_nodes: int, *, warn_batch_of_preemption: bool = True) -> None:
-        """Brings up slurmctld and n1 to nN; raises RuntimeError with the logs where they are not idle in time.
+        """Starts slurmctld and n1 to nN; raises RuntimeError with the logs where they are not idle in time.
 
-        ``warn_batch_of_preemption``: preemption sends the signal of sbatch's --signal, as some sites have it; otherwise
-        the steps get SIGTERM, as Slurm does by default.
+        ``warn_batch_of_preemption``: preemption sends the signal of sbatch's --signal, as some sites configure it;
+        otherwise the job's steps get SIGTERM, which is Slurm's default.
         """
         assert len(str(self.folder)) <= 60, "unix sockets allow 107 bytes"
         for name in ("etc", "run", "log", "ctl", "spool", "node", "local", "dev"):
@@ -169,13 +169,13 @@ class Cluster:
         wait_until(lambda: self.idle_nodes() == set(self.nodes), 60, lambda: f"nodes are not idle:\n{self.logs()}")
 
     def reconfigure(self, *, warn_batch_of_preemption: bool) -> None:
-        """Changes who is warned of a preemption while the cluster runs."""
+        """Changes the signal on preemption (see ``start``) while the cluster runs, by restarting slurmctld."""
         conf = self.folder / "etc/slurm.conf"
         before = conf.read_text()
         self._write_conf(len(self.nodes), warn_batch_of_preemption)
         if conf.read_text() == before:
             return
-        self._signal_daemon("ctl", "slurmctld.pid", "TERM")  # `scontrol reconfigure` does not take this one over
+        self._signal_daemon("ctl", "slurmctld.pid", "TERM")  # `scontrol reconfigure` does not apply this setting
         wait_until(lambda: not self._is_running("ctl", "slurmctld"), 30, lambda: "slurmctld does not end")
         self.start_slurmctld()
         wait_until(lambda: self.idle_nodes() == set(self.nodes), 60, lambda: f"nodes are not idle:\n{self.logs()}")
@@ -193,12 +193,12 @@ class Cluster:
 
     @property
     def nodes(self) -> list[str]:
-        """n1 to nN."""
+        """The names of the nodes: n1 to nN."""
         path = self.folder / "etc/nodes"
         return [f"n{number}" for number in range(1, int(path.read_text()) + 1)] if path.exists() else []
 
     def command(self, *arguments: str, timeout: float = 60, check: bool = True) -> str:
-        """What a Slurm command prints, run on the login host."""
+        """Runs a Slurm command on the login host; returns its stdout. With ``check`` a failure raises RuntimeError."""
         done = subprocess.run(
             arguments, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -207,11 +207,11 @@ class Cluster:
         return done.stdout
 
     def idle_nodes(self) -> set[str]:
-        """Nodes that wait for a job."""
+        """The nodes that sinfo reports as idle."""
         return set(self.command("sinfo", "-h", "-p", "main", "-N", "-t", "idle", "-o", "%N", check=False).split())
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` knows of a job; empty while slurmctld does not answer."""
+        """The fields that `scontrol show job` prints of a job; empty while slurmctld does not answer."""
         text = self.command("scontrol", "-o", "show", "job", job_id, check=False)
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
@@ -250,36 +250,36 @@ class Cluster:
         self.heal(name)
 
     def power_off(self, name: str, *, cable_first: bool = True) -> None:
-        """A power cut: all the node's processes die at once, and nobody is told (no FIN, no RST)."""
+        """Simulates a power cut: all the node's processes die at once, and their peers get no FIN or RST."""
         if cable_first:
             self.cut(name)
         self._kill(name)
 
     def cut(self, name: str) -> None:
-        """Pulls the cable: processes live on, packets vanish."""
+        """Pulls the node's network cable: processes live on, and packets are lost."""
         self._in_switch("ip", "link", "set", f"v-{name}", "nomaster", check=False)
 
     def slow(self, name: str, megabits: int = 50) -> None:
-        """Lets so many megabits a second through the cable to the node, and the other way as many as ever."""
+        """Limits the cable to ``megabits`` a second towards the node; the other direction stays as it is."""
         limit = ["rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms"]
         self._in_switch("tc", "qdisc", "add", "dev", f"v-{name}", "root", "tbf", *limit)
 
     def heal(self, name: str) -> None:
-        """Puts the cable back, and a good one."""
+        """Reconnects the node's cable and removes any limit on it."""
         self._in_switch("tc", "qdisc", "del", "dev", f"v-{name}", "root", check=False)
         self._in_switch("ip", "link", "set", f"v-{name}", "master", "br0")
         self._in_switch("ip", "link", "set", f"v-{name}", "up")
 
     def kill_slurmd(self, name: str) -> None:
-        """Kills slurmd alone; what it started lives on."""
+        """Kills the node's slurmd alone; job steps that it started live on."""
         self._signal_daemon(name, f"slurmd.{name}.pid", "KILL")
 
     def start_slurmd(self, name: str) -> None:
-        """Starts slurmd again; it finds the steps that live on."""
+        """Starts the node's slurmd again, which takes over the steps that live on."""
         self.on_node(name, "slurmd")
 
     def kill_slurmctld(self) -> None:
-        """Kills the controller; jobs run on, nothing can be asked, and what it learnt in its last seconds is lost."""
+        """Kills the controller: jobs run on, Slurm's commands fail, and its last seconds of state are lost."""
         self._signal_daemon("ctl", "slurmctld.pid", "KILL")
 
     def start_slurmctld(self) -> None:
@@ -287,7 +287,7 @@ class Cluster:
         self.on_node("ctl", "slurmctld")
 
     def mend(self) -> None:
-        """Cancels all jobs and brings every node back to idle, whatever was done to it."""
+        """Cancels all jobs and makes every node idle again, undoing power cuts, cut cables and killed daemons."""
         if not self._is_up("ctl"):
             self.power_on("ctl")
         if not self._is_running("ctl", "slurmctld"):
@@ -307,13 +307,13 @@ class Cluster:
         if over and self.idle_nodes() == set(self.nodes):
             return True
         down = self.command("sinfo", "-h", "-p", "main", "-N", "-t", "down,drain", "-o", "%N", check=False).split()
-        for name in down:  # by itself a healed node takes half a minute
+        for name in down:  # without this a healed node takes half a minute to come back
             self.command("scontrol", "update", f"nodename={name}", "state=resume", check=False)
         time.sleep(0.5)
         return False
 
     def _has_steps(self) -> bool:
-        """Whether a step's daemon lives on, of a job that Slurm gave up: it may drain the node as it ends."""
+        """Whether slurmstepd still runs for a job that Slurm gave up; it may drain the node when it ends."""
         return any(self.on_node(name, "pgrep", "-x", "slurmstepd").stdout for name in self.nodes)
 
     def _is_up(self, name: str) -> bool:
@@ -327,7 +327,7 @@ class Cluster:
         return any(Path(f"/proc/{pid}/comm").read_text().strip() == program and is_alive(int(pid)) for pid in children)
 
     def address(self, name: str) -> str:
-        """A node's address."""
+        """The IP address of a node."""
         return f"{self.network}.{2 if name == 'ctl' else 10 + int(name[1:])}"
 
     def logs(self) -> str:
@@ -356,7 +356,7 @@ class Cluster:
         hosts = ["127.0.0.1 localhost", f"{self.network}.1 login", f"{self.network}.2 ctl"]
         hosts += [line for n in names for line in (f"{self.address(n)} {n}", f"::ffff:{self.address(n)} {n}")]
         (etc / "hosts").write_text("\n".join(hosts) + "\n")
-        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # no DNS in there
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # nodes have no DNS
 
     def _start_munge(self) -> None:
         key = self.folder / "etc/munge.key"
@@ -368,7 +368,7 @@ class Cluster:
         subprocess.run(command, env={"PATH": SYSTEM_PATH}, check=True, timeout=60)
 
     def _start_switch(self) -> None:
-        """The bridge, in a network of its own, and the host's cable to it."""
+        """Starts the bridge, in a network namespace of its own, and connects the host to it."""
         switch = subprocess.Popen(
             ["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -393,7 +393,7 @@ class Cluster:
         return int((self.folder / f"run/{name}.pid").read_text())
 
     def _kill(self, name: str) -> None:
-        """Kills a pid namespace's first process, and with it, by the kernel, all the others."""
+        """Kills the first process of a pid namespace, whereupon the kernel kills all others in it."""
         for path in (self.folder / f"run/{name}.pid", self.folder / f"run/{name}.outer"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 pid = int(path.read_text())
@@ -408,7 +408,7 @@ class Cluster:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -420,7 +420,7 @@ def _network(pid: str) -> str:
 
 
 def wait_until(holds: Callable[[], object], seconds: float, otherwise: Callable[[], str]) -> float:
-    """Waits until ``holds()``; returns the seconds it took. Raises RuntimeError with ``otherwise()``."""
+    """Waits until ``holds()`` is true; returns the seconds waited. Raises RuntimeError(otherwise()) on timeout."""
     started = time.monotonic()
     while not holds():
         if time.monotonic() - started > seconds:

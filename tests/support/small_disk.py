@@ -1,4 +1,4 @@
-"""A small file system of its own, to be filled."""
+"""A small file system of its own, for tests that fill it."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """``folder``, which is made, with a tmpfs of so many MiB; skips the test where none can be mounted."""
+    """A context with a tmpfs of ``mib`` MiB on the new ``folder``; skips the test where none can be mounted."""
     folder.mkdir()
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("only root can mount the small file system that this test fills")

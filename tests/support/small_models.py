@@ -38,11 +38,11 @@ from modeling.rope_scaling import (
 )
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
-LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # of the documents, row by row
+LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # document lengths in each row
 
 
 def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any]:
-    """Those of ``values`` for the field ``key`` below `model` that the family's class can express."""
+    """Those of ``values`` that the family's class can express for the model's field ``key``."""
     allowed, least = family_of(family).expressible.get(key), family_of(family).at_least.get(key)
     return [
         value
@@ -55,7 +55,7 @@ def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any
 
 @st.composite
 def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = False) -> ModelConfig:
-    """A small model that the family can express; with ``predicts_further`` modules that do so are in some of them."""
+    """Random small models that the family can express; with ``predicts_further``, some have multi-token prediction."""
     has_mtp = predicts_further and family_of(family).has("mtp")
     n_kv_heads = draw(st.sampled_from([1, 2, 3]))
     has_mla = family_of(family).has("mla")
@@ -63,7 +63,7 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
     n_layers = draw(st.integers(1, 3))
     widths = [each for each in expressible(family, "d_head", [4, 8, 16]) if each]
     has_even_heads = family_of(family).heads_divide_d_model or not (widths or has_mla)
-    # of 4 channels the variance nearly vanishes now and then, and in LayerNorm's gradient rounding shows
+    # the variance of 4 channels may nearly vanish, so that rounding shows in LayerNorm's gradient
     per_head = [8, 12, 16] if expressible(family, "norm", ["layer"]) else [4, 8, 12]
     d_model = n_heads * draw(st.sampled_from(per_head)) if has_even_heads else 4 * draw(st.integers(2, 12))
     window = draw(st.none() | st.integers(1, 9)) if expressible(family, "sliding_window", [5]) else None
@@ -114,7 +114,7 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
             rope_fraction=draw(st.sampled_from(expressible(family, "rope_fraction", [0.5, 1.0]))),
             rope_scaling=draw(rope_scalings(family)) if "rope_scaling" in family_of(family).told else None,
             **{key: 0.1 if tied else 0.0 for key in DROPOUTS if key in family_of(family).told},
-            # of a document's first tokens linear attention may put out so little that its norm makes rounding large
+            # linear attention's output at a document's first tokens may be so small that its norm amplifies rounding
             norm_eps=draw(st.sampled_from([1e-4, 1e-3] if has_linear else [1e-6, 1e-5])),
             init_std=0.7 * d_model**-0.5,
             mla=draw(mla_configs(family)) if has_mla else None,
@@ -126,11 +126,11 @@ def configs(draw: st.DrawFn, family: FamilyName, *, predicts_further: bool = Fal
 
 
 def with_told_together(config: ModelConfig) -> ModelConfig:
-    """The config with those fields equal that the family's class tells by one key, and those that it derives."""
+    """The config with fields made equal that the family's class has as one key, and with the fields it derives."""
     family = family_of(config.family)
     equal = {second: getattr(config, first) for first, second in family.equal}
     if isinstance(config.rope_scaling, DynamicScaling) and config.rope_dim == 2:
-        config = replace(config, rope_scaling=None)  # which one pair of channels cannot have
+        config = replace(config, rope_scaling=None)  # dynamic scaling is not possible with one pair of channels
     if isinstance(config.rope_scaling, LongRopeScaling):
         short, long = (
             factors[: config.rope_dim // 2]
@@ -138,17 +138,17 @@ def with_told_together(config: ModelConfig) -> ModelConfig:
         )
         config = replace(config, rope_scaling=replace(config.rope_scaling, short_factor=short, long_factor=long))
     if config.moe is not None and config.moe.n_shared_experts == 0:
-        config = replace(config, moe=replace(config.moe, shared_d_ff=None))  # which nothing looks at
+        config = replace(config, moe=replace(config.moe, shared_d_ff=None))  # has no effect without shared experts
     return replace(config, **equal, **{name: value(config) for name, value in family.derived.items()})
 
 
 def some_of(numbers: Sequence[int]) -> st.SearchStrategy[list[int]]:
-    """Some of ``numbers``, ascending."""
+    """Random subsets of ``numbers``, ascending."""
     return st.sets(st.sampled_from(numbers)).map(sorted)
 
 
 def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
-    """The family's kinds of scaled rotary frequencies; short original sequences, so that small models differ."""
+    """Random RoPE scalings of the family's kinds, with short original sequences, so that they show in small models."""
     factors, lengths, weights = (
         st.sampled_from([1.0, 2.0, 5.5]),
         st.sampled_from([32, 100]),
@@ -186,7 +186,7 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
 
 @st.composite
 def mla_configs(draw: st.DrawFn, family: FamilyName) -> MLAConfig:
-    """The latent attention of such a model."""
+    """Random latent attention for a small model of the family."""
     even = family_of(family).even
     d_nope = draw(st.sampled_from([2, 4, 8] if "mla.d_nope" in even else [3, 4, 8]))
     d_rope = draw(st.sampled_from([2, 4, 8]))
@@ -201,7 +201,7 @@ def mla_configs(draw: st.DrawFn, family: FamilyName) -> MLAConfig:
 
 @st.composite
 def linear_configs(draw: st.DrawFn) -> LinearAttentionConfig:
-    """The linear attention of such a model."""
+    """Random linear attention for a small model."""
     n_k_heads = draw(st.integers(1, 3))
     return LinearAttentionConfig(
         n_k_heads=n_k_heads,
@@ -214,7 +214,7 @@ def linear_configs(draw: st.DrawFn) -> LinearAttentionConfig:
 
 @st.composite
 def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig:
-    """The experts of such a model."""
+    """Random experts for a small model of the family with ``n_layers`` layers."""
 
     def any_of(name: str, values: Sequence[Any]) -> Any:
         return draw(st.sampled_from(expressible(family, f"moe.{name}", values)))
@@ -256,10 +256,10 @@ def moe_configs(draw: st.DrawFn, family: FamilyName, n_layers: int) -> MoEConfig
 
 
 def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
-    """One fixed model of the family, with everything that planted faults damage."""
+    """One fixed small model of the family, with every feature that planted faults damage."""
     moe = MoEConfig(
         n_experts=6,
-        # the best three, since the best two are always in the two groups whose best expert is best
+        # three experts: with two and groups rated by their best expert, groups would not change the choice
         top_k=2 if "best_two" in expressible(family, "moe.group_score", ["best_two"]) else 3,
         n_groups=expressible(family, "moe.n_groups", [3, 1])[0],
         top_k_groups=expressible(family, "moe.top_k_groups", [2, 1])[0],
@@ -302,7 +302,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         qkv_bias=expressible(family, "qkv_bias", [True, False])[0],
         o_bias=expressible(family, "o_bias", [True, False])[0],
         ff_bias=expressible(family, "ff_bias", [True, False])[0],
-        # where layers with a window alone turn, one has it
+        # in families where only layers with a window have RoPE, one layer needs a window
         sliding_window=9 if "nope_layers" in family_of(family).derived else None,
         full_attention_layers=(1,) if has_full else (),
         nope_layers=(1,) if "nope_layers" in family_of(family).told else (),
@@ -323,7 +323,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
 
 
 def build(config: ModelConfig, seed: int) -> Decoder:
-    """Our model in fp32, what starts at ones or zeros moved away from there so that leaving one out shows."""
+    """Roundtable's model in fp32; weights that start at ones or zeros are shifted, so that leaving one out shows."""
     with torch.device("meta"):
         model = build_decoder(config)
     materialize(model, config, seed, "cpu", torch.float32)
@@ -336,7 +336,7 @@ def build(config: ModelConfig, seed: int) -> Decoder:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Logical tensors: parameters once each, and buffers."""
+    """The model's logical tensors by name: each parameter once, and the buffers."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -349,12 +349,12 @@ class Rows:
     documents_BS: Tensor
 
     def context(self, choices: dict[int, Tensor] | None = None) -> Context:
-        """A fresh context."""
+        """A new context of these rows; ``choices`` are routers' choices to replay, by layer."""
         return Context(self.positions_BS, self.documents_BS, choices={} if choices is None else choices)
 
 
 def packed_rows(vocab_size: int, seed: int, lengths: list[list[int]]) -> Rows:
-    """Random tokens in documents of the given lengths, row by row (each row's lengths have one sum)."""
+    """Random tokens in documents of the given lengths, row by row; all rows' lengths must have the same sum."""
     generator = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(vocab_size, (len(lengths), sum(lengths[0])), generator=generator)
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]

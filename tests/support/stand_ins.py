@@ -1,4 +1,4 @@
-"""Whether what a planted fault puts in the place of a function takes the calls that the function takes."""
+"""Checks that the functions which planted faults put in place of others accept the same calls."""
 
 import ast
 import importlib
@@ -15,9 +15,9 @@ ABSENT = object()
 
 
 def misfits(plant: Callable[[str], None], titles: list[str]) -> dict[str, list[str]]:
-    """By title, the stand-ins that ``plant`` puts in place and that refuse what the functions there take.
+    """Fault's title -> the functions whose stand-ins do not accept all calls that the originals accept.
 
-    This process is left as it was, but for what a fault changes elsewhere than in modules and classes.
+    Each fault is planted with ``plant`` and undone again, except for changes outside of modules and classes.
     """
     import_what_faults_import()
     return {title: sorted(misfits_of(plant, title)) for title in titles}
@@ -35,13 +35,13 @@ def misfits_of(plant: Callable[[str], None], title: str) -> Iterator[str]:
             if not takes_the_calls_of(original, stand_in):
                 yield f"{place.__name__}.{name}"
             setattr(place, name, original)
-        for name in vars(place).keys() - had.keys():  # was inherited
+        for name in vars(place).keys() - had.keys():  # inherited before the fault was planted
             if isinstance(vars(place)[name], FunctionType):
                 delattr(place, name)
 
 
 def import_what_faults_import() -> None:
-    """So that all are there before the first is planted."""
+    """Imports all modules that any fault imports, so that they are loaded before the first fault is planted."""
     for file in Path(__file__).parent.glob("*faults*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -61,13 +61,13 @@ def places_now() -> Iterator[Any]:
 
 
 def takes_the_calls_of(original: Any, stand_in: Any) -> bool:
-    """Where both are functions: whether one takes the fewest and the most arguments that the other takes."""
+    """Whether the stand-in accepts the fewest and the most arguments of the original; True where one is no function."""
     both = [each.__func__ if isinstance(each, staticmethod | classmethod) else each for each in (original, stand_in)]
     if not all(isinstance(each, FunctionType) for each in both):
         return True
     wanted, given = (inspect.signature(each) for each in both)
     parameters = wanted.parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # it does not say what it takes
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # its signature does not say what it accepts
         return True
     for passed in (parameters, [each for each in parameters if each.default is each.empty]):
         placed = [each for each in passed if each.kind <= each.POSITIONAL_OR_KEYWORD]

@@ -1,4 +1,4 @@
-"""Routers that never choose the second half of the experts, so that some rank of ep gets no token at all."""
+"""Makes routers never choose the second half of the experts, so that some ep rank gets no token at all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from modeling.router import Router
 
 @contextmanager
 def starved() -> Iterator[None]:
-    """Every router of this process chooses among the first half of the experts, for a while."""
+    """A context in which every router of this process chooses among the first half of the experts."""
 
     @torch.no_grad()
     def choose(self: Any, scores_TE: Tensor) -> Tensor:

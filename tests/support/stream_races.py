@@ -1,9 +1,9 @@
-"""Work on several streams of a GPU that is not there, and which of it nothing keeps in order.
+"""Finds races between several streams of a simulated GPU: operations that no wait keeps in order.
 
-Every operation counts as one of the stream that is current when it is called. Each stream knows how far the others were
+Every operation belongs to the stream that is current when it is called. Each stream knows how far the others were
 when it last waited for them (vector clocks: Mattern 1989, Virtual Time and Global States of Distributed Systems). Two
-operations of different streams on the same memory, one of which writes, have to be in such an order; and so do the last
-use of memory that the allocator takes back and whatever the computing stream does next. Values do not matter.
+operations of different streams on the same memory, one of which writes, must be ordered by such waits; and so must the
+last use of memory that the allocator takes back and whatever the computing stream does next. Values do not matter.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_leaves
 from launcher.estimate.values import written
 from launcher.trace.ops import VIEWS, host_copy
 
-Clock = Counter[str]  # stream -> how many of its operations are known to have ended
+Clock = Counter[str]  # stream -> the number of its operations that are known to have completed
 
 
 class HostWaits(Exception):
-    """The host would wait for the device."""
+    """Raised where the host would wait for the device."""
 
 
 class Mark:
-    """A point in a stream's order; as torch.cuda.Event."""
+    """A point in a stream's order; the stand-in for torch.cuda.Event."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = Counter(clock)
@@ -38,7 +38,7 @@ class Mark:
 
 
 class Stream:
-    """As torch.cuda.Stream."""
+    """The stand-in for torch.cuda.Stream, with its vector clock."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Races(TorchDispatchMode):
-    """Collects what is not in order, while it is entered within ``streams``."""
+    """Collects races in ``found`` while its context ``streams`` is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Races(TorchDispatchMode):
 
     @contextlib.contextmanager
     def streams(self) -> Iterator["Races"]:
-        """torch's names for streams mean those of this object, and operations are watched."""
+        """A context in which torch.cuda's streams are those of this object, and all operations are watched."""
 
         def new(device: Any = None) -> Stream:
             self.made += 1
@@ -83,7 +83,7 @@ class Races(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """The stream is the current one."""
+        """A context in which ``stream`` is the current stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -111,7 +111,7 @@ class Races(TorchDispatchMode):
         return out
 
     def use(self, tensor: torch.Tensor, name: str, *, wrote: bool) -> None:
-        """An operation of the current stream on a tensor's memory."""
+        """Records that an operation of the current stream used a tensor's memory; adds its races to ``found``."""
         key, stream = storage(tensor), self.current
         if key not in self.uses:
             self.uses[key] = []
@@ -122,7 +122,10 @@ class Races(TorchDispatchMode):
         self.uses[key].append((stream.name, stream.clock[stream.name], wrote, name))
 
     def free(self, key: int, device: str) -> None:
-        """Nothing refers to the memory any more, and the computing stream may have it for something else."""
+        """Called when nothing refers to the memory any more, so that the computing stream may reuse it.
+
+        Adds each use by another stream that the computing stream has not waited for to ``found``.
+        """
         for other, number, _, what in self.uses.pop(key):
             if other != self.compute.name and self.compute.clock[other] < number:
                 self.found.append(f"memory of {device} is free before {what} on {other}")

@@ -1,4 +1,4 @@
-"""Tasks of the harness's kinds over documents made by rule, and a run with a tokenizer that can be asked them."""
+"""Small tasks of each of the harness's output types, and a run with a tokenizer to evaluate on them."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
             {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
         ],
     },
-    "bare": {  # whose contexts are empty, or end with a space
+    "bare": {  # its contexts are empty, or end with a space
         "output_type": "loglikelihood",
         "doc_to_text": "{{q + ' ' if answer else ''}}",
         "doc_to_target": "{{choices[0]}}",
@@ -80,7 +80,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def write_tasks(folder: Path, *kinds: str, n: int = 12, **more: Any) -> list[Path]:
-    """The kinds' YAML files and their documents beside them; ``more`` keys are put into each."""
+    """Writes the YAML file of each kind of KINDS, and the documents beside them; returns the files' paths.
+
+    The keys ``more`` are added to each file; ``n`` is the number of test documents.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for split, documents in (("test", records(n)), ("train", records(5)[1:])):
         lines = [json.dumps(record) for record in documents]
@@ -101,7 +104,7 @@ def write_tasks(folder: Path, *kinds: str, n: int = 12, **more: Any) -> list[Pat
 
 
 def harness_config(path: Path) -> dict[str, Any]:
-    """The file's task for the harness's own readers, which know no folder that its data lies in."""
+    """The file's task with full paths of its data files, since the harness's own readers do not know the folder."""
     body = yaml.safe_load(path.read_text())
     files = body["dataset_kwargs"]["data_files"]
     body["dataset_kwargs"]["data_files"] = {split: str(path.parent / name) for split, name in files.items()}
@@ -111,7 +114,10 @@ def harness_config(path: Path) -> dict[str, Any]:
 def save_task_run(
     folder: Path, family: FamilyName = "qwen3_moe", seq_len: int = 48, precision: Precision = "fp32", **dims: Any
 ) -> tuple[Path, Decoder]:
-    """A run directory with a checkpoint and a tokenizer; and its model. ``dims`` are other than the example's."""
+    """Writes a run directory with a checkpoint and a tokenizer; returns it and the model.
+
+    ``dims`` are changes to the family's example model.
+    """
     config = RunConfig(
         model=example_config(family, vocab_size=VOCAB, **dims),
         data=DataConfig(seq_len=seq_len),
@@ -119,7 +125,7 @@ def save_task_run(
     )
     model = build(config.model, 1)
     texts = [f"{record['text']} {record['choices'][0]}" for record in records(12)]
-    origin = train_tokenizer(texts, VOCAB)  # in which characters on both sides of a boundary may be one token
+    origin = train_tokenizer(texts, VOCAB)  # its tokens may span the boundary of context and continuation
 
     def save_in(tokenizer: Path) -> None:
         tokenizer.rmdir()

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that people bring: what differs between them is what a format could lose."""
+"""Small tokenizers of different kinds, which differ in properties that an export or import could lose."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ KINDS = ["bytes", "special", "words"]
 
 
 def save_tokenizer_of(kind: str, folder: Path) -> None:
-    """Saves the tokenizer of this kind as transformers does."""
+    """Saves the tokenizer of this kind (one of KINDS) as transformers does."""
     match kind:
         case "bytes":
             save_byte_tokenizer(folder)
@@ -28,7 +28,7 @@ def save_tokenizer_of(kind: str, folder: Path) -> None:
 
 
 def special_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level with a space put before the text, BOS put before it, padding, and special tokens without a name."""
+    """A byte-level tokenizer that adds a space and BOS before the text, with padding and unnamed special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def special_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """WordPiece over lower-cased words, whose decoder cleans up; no token before the text."""
+    """A WordPiece tokenizer over lower-cased words, with a decoder that cleans up spaces; it adds no BOS."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,6 +1,6 @@
-"""What the house calls of torch, and whether each version that pyproject.toml allows takes these arguments.
+"""Lists Roundtable's calls of torch, and checks that each version that pyproject.toml allows accepts their arguments.
 
-The signatures of the other versions are data, read out of their wheels without installing them:
+The signatures of versions that are not installed are data, read out of their wheels:
 
     pip download --no-deps torch==2.11.0 --dest wheels
     python tests/support/torch_signatures.py wheels/*.whl
@@ -38,12 +38,12 @@ OPERATORS = "torch.ops.aten."
 VARLEN = "torch.nn.attention.varlen.varlen_attn"
 
 Signature = dict[str, Any]  # "positional" and "keyword": names; "rest" and "options": whether more are taken
-Reader = Callable[[str], str | None]  # the text of a file of torch's, None where there is none
+Reader = Callable[[str], str | None]  # returns the text of one of torch's files, None where there is no such file
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of torch in the house."""
+    """One call of torch in Roundtable's sources."""
 
     place: str  # file:line
     name: str  # as resolved: "torch.distributed.all_reduce"
@@ -53,12 +53,12 @@ class Call:
 
 
 def house_files() -> list[Path]:
-    """The sources that users run."""
+    """Roundtable's own sources, without tests and benchmarks."""
     return [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
 
 
 def calls_in(source: str, file: str) -> Iterator[Call]:
-    """Every call of a function or class that the file has imported from torch, or from a module of torch's."""
+    """Every call in the file of a function or class that it has imported from torch or one of its modules."""
     if "torch" not in source:
         return
     nodes = list(ast.walk(ast.parse(source)))
@@ -89,7 +89,7 @@ def _aliases(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _dotted(node: ast.AST) -> str | None:
-    """ "a.b.c" of an expression that is nothing but names, otherwise None."""
+    """The text "a.b.c" of an expression made of names alone; None for any other."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
@@ -105,8 +105,10 @@ def methods_in(source: str) -> set[str]:
 
 @cache
 def home_of(name: str) -> str | None:
-    """Where the installed torch defines it: "torch.nn.functional:silu" in Python, "C:gelu" in C++; None: not a call
-    of a function or class, such as a method of an object that a module holds."""
+    """Where the installed torch defines a name: "torch.nn.functional:silu" in Python, "C:gelu" in C++.
+
+    None where it is not a function or class, such as a method of an object that a module holds.
+    """
     parts = name.split(".")
     found: Any = None
     holder: Any = None
@@ -135,7 +137,7 @@ def home_of(name: str) -> str | None:
 
 
 def signatures_of(home: str, read: Reader) -> list[Signature] | None:
-    """The signatures that it has there, None where it is not."""
+    """The signatures of a function or class at ``home``, by the files that ``read`` gives; None where it is missing."""
     module, _, qualname = home.partition(":")
     path = module.replace(".", "/")
     found = _defined(f"{path}.py", qualname, read) or _defined(f"{path}/__init__.py", qualname, read)
@@ -168,7 +170,7 @@ def _defined(path: str, qualname: str, read: Reader) -> list[Signature]:
 
 
 def _taken_from(path: str, name: str, read: Reader) -> list[str]:
-    """The file of a package's module whose function it passes off as its own: ``name = _module.name``."""
+    """The file of the module from which a package takes over a function: ``name = _module.name``."""
     tree = _parsed(f"{path}/__init__.py", read)
     given = [
         node.value
@@ -183,7 +185,7 @@ def _taken_from(path: str, name: str, read: Reader) -> list[str]:
 
 
 def _documented(module: str, name: str, read: Reader) -> list[Signature]:
-    """What the docstring of a function of torch.linalg begins with, since there are no stubs: "linalg.qr(A, ...)"."""
+    """The signatures of a torch.linalg function from its docstring, "linalg.qr(A, ...)", since it has no stub."""
     text = read(f"{module.replace('.', '/')}/__init__.py") or ""
     lines = re.findall(rf"^(?:torch\.)?linalg\.{name}\((.*)\) ->", text, re.MULTILINE)
     functions = [ast.parse(f"def {name}({parameters}): ...").body[0] for parameters in lines]
@@ -191,7 +193,7 @@ def _documented(module: str, name: str, read: Reader) -> list[Signature]:
 
 
 def _body(node: ast.AST | None) -> Iterator[Any]:
-    """What is defined in a module or class, under conditions too."""
+    """The statements in the body of a module or class, including those under ``if`` and ``try``."""
     for each in getattr(node, "body", []):
         if isinstance(each, ast.If | ast.Try):
             yield from _body(each)
@@ -203,7 +205,7 @@ def _body(node: ast.AST | None) -> Iterator[Any]:
 
 
 def _signature(node: ast.FunctionDef, bound: bool) -> Signature:
-    """The names of a function's parameters, without self."""
+    """The signature of a function definition; of a method (``bound``) without self or cls."""
     arguments = node.args
     positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
     return {
@@ -215,14 +217,14 @@ def _signature(node: ast.FunctionDef, bound: bool) -> Signature:
 
 
 def operator_signatures(name: str, read: Reader) -> list[Signature]:
-    """Those of an operator's overloads: "torch.ops.aten._flash_attention_forward"."""
+    """The signatures of all overloads of an operator such as "torch.ops.aten._flash_attention_forward"."""
     plain = name.removeprefix(OPERATORS).partition(".")[0]
     header = read(f"torch/include/ATen/ops/{plain}_ops.h") or ""
     return [schema_signature(schema) for schema in re.findall(r'schema_str = "([^"]*)"', header)]
 
 
 def schema_signature(schema: str) -> Signature:
-    """Of "name(Tensor a, int b=1, *, float? c=None) -> Tensor"; an out variant is a signature like the others."""
+    """The signature of a schema such as "name(Tensor a, int b=1, *, float? c=None) -> Tensor"."""
     parameters = schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")
     names = [each.split("=")[0].rpartition(" ")[2] for each in parameters if each]
     end = names.index("*") if "*" in names else len(names)
@@ -230,17 +232,17 @@ def schema_signature(schema: str) -> Signature:
 
 
 def is_operator(call: Call) -> bool:
-    """Whether it is one of torch's operators."""
+    """Whether the call is of one of torch's operators (torch.ops.aten)."""
     return call.name.startswith(OPERATORS)
 
 
 def _anything() -> Signature:
-    """Of a class that inherits what makes it."""
+    """A signature that accepts anything, for a class that inherits its constructor."""
     return {"positional": [], "keyword": [], "rest": True, "options": True}
 
 
 def takes(signature: Signature, call: Call) -> bool:
-    """Whether the call's arguments have a place in it."""
+    """Whether the signature accepts the call's arguments."""
     names = {*signature["positional"], *signature["keyword"]}
     if not signature["options"] and not names.issuperset(call.keywords):
         return False
@@ -268,7 +270,7 @@ def named(node: Any, name: str) -> bool:
 
 
 def in_wheel(wheel: Path) -> Reader:
-    """Reads the files of a wheel."""
+    """A reader of the files in a wheel."""
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
     return lambda path: archive.read(path).decode() if path in names else None
@@ -282,7 +284,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 
 def is_there(module: str, name: str, read: Reader) -> bool:
-    """Whether a version's module has that name: a module in it, or a word of its text."""
+    """Whether a version's module has that name: as a module in it, or as a word in its text."""
     path = module.replace(".", "/")
     if any(read(f"{path}/{name}{end}") is not None for end in (".py", "/__init__.py")):
         return True
@@ -291,23 +293,23 @@ def is_there(module: str, name: str, read: Reader) -> bool:
 
 
 def house_imports() -> set[tuple[str, str]]:
-    """What the house imports from torch's modules."""
+    """(module, name) of everything that Roundtable imports from torch's modules."""
     return {pair for path in house_files() for pair in imported(path.read_text())}
 
 
-# Calls of what a variable holds, which reading does not see.
+# Calls through a variable, which cannot be found by reading the source.
 HELD = (Call("modeling/kernels/attention.py", VARLEN, 7, ("scale", "window_size"), is_open=False),)
 
 
 def house_calls() -> list[Call]:
-    """All calls of torch in the house."""
+    """All calls of torch in Roundtable's sources."""
     return [*HELD] + [
         call for path in house_files() for call in calls_in(path.read_text(), str(path.relative_to(ROOT)))
     ]
 
 
 def house_methods() -> set[str]:
-    """What the house calls that is a method of a tensor, in C++, in the installed torch."""
+    """The names of all methods that Roundtable calls and that the installed torch's C++ tensor class has."""
     from torch._C import TensorBase
 
     called = {name for path in house_files() for name in methods_in(path.read_text())}
@@ -315,7 +317,7 @@ def house_methods() -> set[str]:
 
 
 def facts(read: Reader) -> dict[str, Any]:
-    """What the test needs to know of one version."""
+    """The signatures, imports and tensor methods of one version of torch, as the test's data file holds them."""
     homes = sorted({home for call in house_calls() if (home := home_of(call.name)) is not None})
     operators = sorted({call.name for call in house_calls() if is_operator(call)})
     return {
@@ -327,13 +329,13 @@ def facts(read: Reader) -> dict[str, Any]:
 
 
 def main(wheels: Sequence[str]) -> None:
-    """Writes the data from the wheels, whose names tell the versions."""
+    """Writes the data file from the wheels, whose file names contain the versions."""
     found = {Path(wheel).name.split("-")[1].partition("+")[0]: facts(in_wheel(Path(wheel))) for wheel in wheels}
     DATA.write_text("{\n" + ",\n".join(map(_lines, sorted(found.items()))) + "\n}\n")
 
 
 def _lines(of_version: tuple[str, dict[str, Any]]) -> str:
-    """One version's facts with a line for each function, so that a change of the file can be read."""
+    """One version's facts as JSON with a line for each function, so that diffs of the file are readable."""
     version, known = of_version
     rest = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in ("imports", "tensor_methods")]
     for key in ("operators", "functions"):

@@ -1,7 +1,7 @@
-"""Every collective that this process issues, by axis and purpose: the bytes that it sends to others.
+"""Counts the bytes that this process sends in collectives, by axis and purpose.
 
-torch's process groups are wrapped in their own class, below torch.distributed's functions, so DeepSpeed's and the
-pipeline's collectives pass here too. That none is missed is checked against gloo's own count of a group's operations.
+The methods of torch's process groups are wrapped, below torch.distributed's functions, so that the collectives of
+DeepSpeed and of the pipeline count too. gloo's own count of a group's operations shows whether any was missed.
 """
 
 import sys
@@ -20,8 +20,8 @@ from parallel.mesh import Mesh
 
 Key = tuple[str, str, Collective]  # axis, what, collective
 
-# Who issues a collective (the innermost function of ours, of DeepSpeed's runtime or of torch's pipelines), what it then
-# moves, and over which axes it may be. A name that stands for a whole file ends with "*".
+# The issuer of a collective (the innermost function of Roundtable, DeepSpeed's runtime or torch's pipelines) -> what it
+# sends, and over which axes it may do so. A name that stands for a whole file ends with "*".
 ISSUERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel/collectives.py:_all_gather": ("positions", ("tp",)),
     "parallel/collectives.py:_begin_reduce_scatter": ("positions", ("tp",)),
@@ -92,20 +92,20 @@ OTHERS = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
-FREE = ("recv",)  # its bytes are counted where they are sent
+FREE = ("recv",)  # bytes are counted on the sending rank
 
 
 @dataclass
 class Counted:
-    """What one process sent between ``start`` and ``stop``."""
+    """The bytes that one process sent between ``start`` and ``stop``, and what could not be explained."""
 
     sent: dict[Key, Fraction] = field(default_factory=dict)  # what sends nothing is left out
     strangers: list[str] = field(default_factory=list)  # collectives that no line of ISSUERS explains
-    missed: int = 0  # operations of gloo's that did not pass here
+    missed: int = 0  # operations that gloo counted and this counter did not see
 
 
 class TrafficCounter:
-    """Counts while it is on. To be made once in a process, before the first collective that counts."""
+    """Counts collectives between ``start`` and ``stop``. Create one per process, since it wraps torch's classes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -117,7 +117,7 @@ class TrafficCounter:
                 setattr(dist.ProcessGroup, method, self.counted(method, getattr(dist.ProcessGroup, method)))
 
     def counted(self, method: str, original: Any) -> Any:
-        """The process groups' ``method``, which also tells us of it."""
+        """The process groups' ``method``, wrapped to record each call while counting is on."""
 
         def run(group: Any, *arguments: Any, **named: Any) -> Any:
             if self.is_on:
@@ -153,7 +153,7 @@ class TrafficCounter:
 
 
 def issuer() -> str:
-    """The innermost function on the stack that speaks for somebody: "parallel/mesh.py:sum_over_ranks"."""
+    """The innermost function on the stack in one of SPEAKERS' folders: "parallel/mesh.py:sum_over_ranks"."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -165,7 +165,7 @@ def issuer() -> str:
 
 
 def explained(name: str) -> tuple[str, tuple[str, ...]]:
-    """What an issuer moves, and over which axes; none where it is not known."""
+    """What an issuer sends, and over which axes; ("", ()) where it is not in ISSUERS."""
     for pattern, meaning in ISSUERS.items():
         if name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])):
             return meaning
@@ -173,7 +173,7 @@ def explained(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def sent_bytes(method: str, group: Any, arguments: tuple[Any, ...]) -> Fraction:
-    """What the collective sends to others, as launcher.traffic counts; 0 for what is no collective of ours."""
+    """The bytes that the collective sends to other ranks, as launcher.traffic counts them; 0 for other methods."""
     match KINDS.get(method):
         case "all-reduce":
             return around_ring("all-reduce", sum(tensor.nbytes for tensor in arguments[0]), group.size())
@@ -195,6 +195,6 @@ def sent_bytes(method: str, group: Any, arguments: tuple[Any, ...]) -> Fraction:
 
 
 def operations() -> int:
-    """How many operations gloo has begun in all groups of this process, by its own count."""
+    """The number of operations that gloo has started in all groups of this process, by its own count."""
     groups: list[Any] = [group for group in distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
     return sum(group._get_sequence_number_for_group() for group in groups)

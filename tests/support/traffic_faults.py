@@ -1,4 +1,4 @@
-"""Collectives too many and too few, planted in every rank to see the count of bytes notice them."""
+"""Faults that add or remove collectives in every rank, to see that the count of bytes detects them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ import grad_reduce_runs
 import parallel.collectives as collectives
 from parallel.zero.engine import Engine
 
-FAULTS = {  # and what the comparison has to say
+FAULTS = {  # fault -> what the comparison must report
     "a barrier in every step": "barrier by tests/support/traffic_faults.py",
     "an all-reduce of one number in every step": "allreduce by tests/support/traffic_faults.py",
     "router's gradient not summed over tp": "tp, gradients of what tp does not cut, all-reduce",
@@ -25,7 +25,7 @@ TWICE = "a bucket reduced twice"
 
 @contextmanager
 def planted(fault: str | None, engine: Any) -> Iterator[None]:
-    """Breaks the code, or this engine, in the named way for a while; None breaks nothing."""
+    """A context in which the code, or this engine, is broken in the named way; None breaks nothing."""
     match fault:
         case None:
             yield
@@ -54,7 +54,7 @@ def planted(fault: str | None, engine: Any) -> Iterator[None]:
 
 
 def before_step(action: Any) -> Any:
-    """Does something before every update."""
+    """A context in which ``action`` is called with the engine before every update."""
     step = Engine.step
 
     def changed(self: Any, lr: float) -> Any:

@@ -1,4 +1,4 @@
-"""Small models of every kind of layer, in whose steps bytes and gathers are counted."""
+"""Small models with every kind of layer, for tests that count the bytes and gathers of a step."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ LATENT = dataclasses.replace(
     qk_norm=False,
     mla=MLAConfig(kv_lora_rank=10, q_lora_rank=14, d_nope=6, d_rope=4, d_v=7),
 )
-POST_NORM = dataclasses.replace(  # norms over all heads, whose means cross tp
+POST_NORM = dataclasses.replace(  # norms over all heads, whose means are summed over tp
     MOE_MODEL, family="olmo2", moe=None, d_head=None, norm_placement="post", qk_norm_over="all_heads", o_bias=True
 )
 PLAIN = dataclasses.replace(  # weights before the layers besides the embedding, biases everywhere, parallel blocks

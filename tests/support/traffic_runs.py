@@ -1,4 +1,4 @@
-"""What every rank sends in one real training step, and what launcher.traffic says that it sends."""
+"""Counts what every rank sends in one real training step, and compares it with launcher.traffic's closed forms."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from traffic_counter import Counted, Key, TrafficCounter
 
 PRELOAD = ("launcher.training.loop",)
 SIZES = dataclasses.replace(DEFAULT_SIZES, reduced=2000)  # so that there are several buckets
-WARM_UP = 2  # steps; after two forward passes ZeRO 3 knows the order of the modules
+WARM_UP = 2  # steps before the counted one, after which ZeRO 3 knows the order of the modules
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RankSent:
 
 
 def count_rank(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> list[RankSent]:
-    """One rank: of each config's run (all of the same degrees) one step, counted; each with its fault, or None."""
+    """Counts one step of each config's run, with its fault planted. All ranks call it; all degrees must be the same."""
     from parallel.mesh import close_mesh, open_mesh
 
     mesh = open_mesh(configs[0].parallel, 240)
@@ -45,7 +45,7 @@ def count_rank(configs: Sequence[RunConfig], faults: Sequence[str | None]) -> li
 
 
 def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str | None) -> RankSent:
-    """The step after two others, in which the fault is planted."""
+    """Counts one step, after WARM_UP others, with the fault planted in it."""
     from data.dataset import open_dataset
     from launcher.training.loop import build_engine, run_step
     from launcher.training.state import TrainState
@@ -66,7 +66,7 @@ def count_step(config: RunConfig, mesh: Any, counter: TrafficCounter, fault: str
 
 
 def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
-    """Sums of each router's choices from now on, filled as it chooses."""
+    """Layer -> the number of tokens for each expert, summed up from now on whenever a router chooses."""
     from launcher.prove.compare.routing import routers_of
 
     routed: dict[int, torch.Tensor] = {}
@@ -88,7 +88,7 @@ def watch_routers(model: Any, config: RunConfig) -> dict[int, torch.Tensor]:
 def run_counts(
     configs: Sequence[RunConfig], n_ranks: int, faults: Sequence[str | None] | None = None
 ) -> list[list[RankSent]]:
-    """For each config, every rank's counts. All configs have the same degrees; ``faults`` names one for each."""
+    """For each config, every rank's counts. All configs must have the same degrees; ``faults`` has one for each."""
     from parallel.processes.start import run_ranks
 
     faults = faults or [None] * len(configs)
@@ -97,7 +97,7 @@ def run_counts(
 
 
 def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Key, Fraction]:
-    """The closed forms for one rank."""
+    """The bytes that launcher.traffic predicts for one rank, by axis, purpose and collective."""
     line = next(line for line in Degrees.of(config.parallel, len(ranks)).lines("ep") if rank in line)
     step = Step(
         model=config.model,
@@ -120,7 +120,7 @@ def expected(config: RunConfig, ranks: Sequence[RankSent], rank: int) -> dict[Ke
 
 
 def problems(config: RunConfig, ranks: Sequence[RankSent]) -> list[str]:
-    """Every term whose count is not the form's, every collective that nothing explains, on any rank."""
+    """A line for each count on any rank that differs from its closed form, and each unexplained or missed one."""
     found = []
     for rank, seen in enumerate(ranks):
         forms, sent = expected(config, ranks, rank), seen.counted.sent

@@ -1,4 +1,4 @@
-"""What the installed transformers makes of exported folders: run as a program, so that it can be another version's.
+"""Records what the installed transformers does with exported folders; a program, so that another version can run it.
 
 It imports nothing of Roundtable's. `python transformers_judge.py FOLDER...` answers each FOLDER/asked.safetensors and
 FOLDER/asked.json about FOLDER/export, in FOLDER/seen.safetensors and FOLDER/seen.json.
@@ -23,7 +23,7 @@ DRAWS = 4000
 
 
 def judge(folder: Path) -> None:
-    """Loads FOLDER/export as a user would, and writes down everything that can be compared."""
+    """Loads FOLDER/export as a user would; writes logits, generations, tokenizer facts and warnings to FOLDER/seen."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     asked = load_file(folder / "asked.safetensors")
@@ -57,7 +57,7 @@ def judge(folder: Path) -> None:
 
 
 def version() -> str:
-    """Of transformers."""
+    """The version of transformers."""
     import transformers
 
     return transformers.__version__
@@ -67,8 +67,9 @@ def version() -> str:
 def tensors_seen(
     model: Any, tokens_BS: Tensor, positions_BS: Tensor, prompts_BS: Tensor, *, packs: bool
 ) -> dict[str, Tensor]:
-    """Logits of the rows, each one document; if ``packs``, of the rows packed as the positions say; and greedy
-    continuations.
+    """Logits of the rows as one document each, logits of packed rows (if ``packs``), and greedy continuations.
+
+    Packed documents are separated by ``positions_BS``.
     """
     packed = {"packed_BSV": model(tokens_BS, position_ids=positions_BS, use_cache=False).logits} if packs else {}
     return {
@@ -87,14 +88,14 @@ def tensors_seen(
 def accelerate_seen(
     folder: Path, model: Any, tokens_BS: Tensor, **options: Any
 ) -> tuple[dict[str, bool], Tensor | None]:
-    """Whether accelerate fills an empty model from transformers' save, and from the export; the latter's logits."""
+    """Whether accelerate fills an empty model from transformers' own save and from the export; the export's logits."""
     model.save_pretrained(folder / "saved")
     theirs, ours = (dispatched(folder / each, tokens_BS, **options)[0] for each in ("saved", "export"))
     return {"theirs": theirs is not None, "ours": ours is not None}, ours
 
 
 def tokenizer_seen(export: Path, model: Any, texts: list[str]) -> dict[str, Any]:
-    """What the tokenizer and a sampling `generate` of the folder as it is come to."""
+    """The export's tokenizer on ``texts``, and the number of different tokens that its default `generate` samples."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)

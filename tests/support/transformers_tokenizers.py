@@ -1,3 +1,3 @@
-"""The families whose tokenizer version 5 of transformers takes for its own, whatever tokenizer.json says."""
+"""The families whose tokenizer transformers 5 replaces by a class of its own, ignoring tokenizer.json."""
 
 REPLACED = {"qwen2": "Qwen2Tokenizer", "qwen3_5_moe_text": "Qwen3_5Tokenizer"}

@@ -1,18 +1,18 @@
-"""Seeing that a library warns of nothing."""
+"""Checks that a library gives no warnings."""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of LongRoPE's published files too: version 4 takes no fourth key beside the three that they have.
+# Also given for published models with LongRoPE: transformers 4 accepts no key beside the three that they have.
 ADVICE = "Please set the `factor` field of `rope_parameters`"
-# Said once where packages with kernels for linear attention are not installed.
+# Logged once where packages with kernels for linear attention are not installed.
 PLAINLY = "is falling back to its reference PyTorch implementation"
 
 
 class Messages(logging.Handler):
-    """Collects what is logged at level WARNING or above."""
+    """A log handler that collects messages of level WARNING or above, except ADVICE and PLAINLY."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -25,7 +25,7 @@ class Messages(logging.Handler):
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Fails where Python warns, or transformers' logger does."""
+    """A context that fails where Python or transformers' logger gives a warning."""
     handler = Messages()
     loggers = [logging.getLogger(), logging.getLogger("transformers")]  # the latter does not propagate
     for logger in loggers:

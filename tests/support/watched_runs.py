@@ -1,4 +1,4 @@
-"""Runs that W&B follows, through the real package: what a training loop says, one that says it, rows compared exactly.
+"""Runs logged to W&B through the real package: made-up rows of a training loop, and their exact comparison.
 
 Nothing here needs the network: offline runs are read back from their files, and the online path talks to a small server
 on this machine that answers as W&B's does, or to a closed port.
@@ -21,7 +21,7 @@ CLOSED_PORT = "http://127.0.0.1:9"
 
 
 def hide_account(patch: pytest.MonkeyPatch, home: Path) -> None:
-    """No key, no settings and no home directory of whoever runs the tests."""
+    """Hides the W&B key, settings and home directory of the user who runs the tests."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         patch.delenv(name)
     patch.setenv("HOME", str(home))
@@ -30,7 +30,7 @@ def hide_account(patch: pytest.MonkeyPatch, home: Path) -> None:
 
 
 def rows(first: int, last: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a training loop says, with numbers that do not round: (method of Watchers, row)."""
+    """(method of Watchers, row) as a training loop would call them, with numbers that have no short decimal form."""
     for step in range(first, last + 1):
         row: dict[str, Any] = {"step": step, "tokens": 2**40 + step, "loss": 9 / step, "lr": 1e-3 / 3, "grad_norm": 0.1}
         row |= {"tokens_per_second": 1e5 / 7, "mfu": None, "peak_gib": 1 / 3, "step_seconds": 1e-7 * step}
@@ -54,9 +54,9 @@ def train(run_dir: Path, mode: Any, first: int, last: int) -> None:
 
 
 def exact(value: Any) -> str:
-    """The value as text that tells one double from the next, and knows NaN.
+    """The value as text that differs for any two different doubles, and is equal for NaNs.
 
-    W&B writes 9.0 as 9, and sends NaN and infinities as text: those are the same numbers.
+    W&B writes 9.0 as 9, and sends NaN and infinities as text; these count as equal.
     """
     if isinstance(value, list):
         return str([exact(item) for item in value])
@@ -67,7 +67,7 @@ def exact(value: Any) -> str:
 
 
 def assert_same(logged: list[dict[str, Any]], written: list[dict[str, Any]]) -> None:
-    """Equal row by row, key by key and number by number."""
+    """Asserts that the rows are equal, key by key and number by number."""
     assert [{key: exact(row[key]) for key in sorted(row)} for row in logged] == [
         {key: exact(row[key]) for key in sorted(row)} for row in written
     ]
