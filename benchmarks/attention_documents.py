@@ -1,11 +1,11 @@
-"""What attention over packed documents costs on a CPU, by how many and how long they are. Prints one JSON line.
+"""Times attention over packed documents on a CPU, by their number and lengths. Prints one JSON line.
 
     python benchmarks/attention_documents.py [--rows 8] [--rounds 3] [--precision fp32|bf16|auto]
 
-Forward and backward of attention alone, one thread, in rows of SEQ_LEN tokens cut into documents. Each cut is timed by
-``attend``, which goes document by document, and with one mask of the whole rows (``masked_attention``), in turn; the
-figures are medians of processor time. Rows are cut at different places, so that no two are one call. In fp32, and
-where the precision is bf16 in both.
+Forward and backward of attention alone, one thread, in rows of SEQ_LEN tokens cut into documents. Each cut is timed
+with ``attend``, which works document by document, and with one mask of the whole rows (``masked_attention``),
+alternately; the figures are medians of processor time. Rows are cut at different places, so that each row needs its own
+calls. Runs in fp32, and where the precision is bf16 in both.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def case(mean: int, window: int | None, dtype: torch.dtype, n_rows: int, rounds: int) -> dict[str, object]:
-    """One cut's milliseconds by both ways, and the pairs that are seen as a share of the rows' squares."""
+    """One cut's milliseconds by both ways, and the fraction of all query-key pairs that attention sees."""
     context = cut_rows(mean, n_rows)
     mask_BSS = context.mask_BSS(window)
     tensors = heads(n_rows, dtype)
@@ -72,7 +72,7 @@ def case(mean: int, window: int | None, dtype: torch.dtype, n_rows: int, rounds:
 
 
 def cut_rows(mean: int, n_rows: int) -> Context:
-    """Rows of documents whose lengths are drawn around ``mean``; whole rows where it is their length."""
+    """Rows of documents whose lengths are drawn around ``mean``; one document a row where that is the row's length."""
     generator = torch.Generator().manual_seed(mean)
     rows = []
     for _ in range(n_rows):
@@ -87,7 +87,7 @@ def cut_rows(mean: int, n_rows: int) -> Context:
 
 
 def heads(n_rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values."""
+    """Random queries, keys and values that require gradients."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(n_rows, SEQ_LEN, n_heads, D_HEAD) for n_heads in (N_HEADS, N_KV_HEADS, N_KV_HEADS)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]

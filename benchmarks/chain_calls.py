@@ -1,11 +1,11 @@
-"""What a call of a compiled chain costs the host: what a GPU waits for where kernels are short. Prints one JSON line.
+"""Times the host's cost of a call of a compiled chain, which a GPU waits for with short kernels. Prints one JSON line.
 
     python benchmarks/chain_calls.py [--starts 3] [--turns 3]
 
-The gate of a SwiGLU over 16 rows of 32, so that nothing but the call takes time, by ``torch.compile``'s own wrapper
-and by ``modeling.kernels.fuse.compiled``, once compiled: rows that vary and that do not, without autograd and with it.
-Microseconds of processor time, one thread. Each side is a process of its own, in turn, started anew after some turns;
-medians over all turns.
+The chain is the gate of a SwiGLU over 16 rows of 32, small enough that only the call takes time. It is called by
+``torch.compile``'s own wrapper and by ``modeling.kernels.fuse.compiled``, after compilation: with rows that vary and
+rows that do not, without autograd and with it. Figures are microseconds of processor time on one thread. Each side is a
+process of its own; the sides take turns, and are started anew after some turns. Figures are medians over all turns.
 """
 
 import argparse
@@ -42,12 +42,12 @@ def main() -> None:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """The chain."""
+    """The chain that is timed: the gate of a SwiGLU."""
     return torch.nn.functional.silu(gate) * up
 
 
 def calls_of(kind: str) -> Callable[[], float]:
-    """What calls it many times more, and returns the microseconds of processor time of one call."""
+    """A function that calls the chain CALLS times and returns the microseconds of processor time of one call."""
     gate, up = (torch.randn(16, 32, dtype=torch.bfloat16) for _ in range(2))
     rows_vary = kind.endswith("rows vary")
     once: Callable[[], object] = functools.partial(compiled, gated, gate, up, rows_vary=rows_vary)

@@ -57,7 +57,7 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") / 1024
 
 
 def main() -> None:
-    """All rounds."""
+    """Parses the arguments, runs all rounds and prints the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--million-parameters", type=int, default=90)
     parser.add_argument("--rounds", type=int, default=3)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The medians over the rounds."""
+    """Runs all rounds; returns the medians of ratios and seconds over them."""
     rounds = []
     for number in range(args.rounds):
         ranks = run_ranks(measure, RANKS, args.million_parameters, folder, timeout_seconds=3600, threads=1)
@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure(million_parameters: int, folder: Path) -> dict[str, float]:
-    """One rank's seconds of every side."""
+    """One rank's seconds of every side in one round. All ranks call it."""
     mesh = open_mesh(ParallelConfig(), 1800)
     engine = build(million_parameters, mesh)
     tensors = collect_owned(engine)[1]
@@ -111,12 +111,12 @@ def measure(million_parameters: int, folder: Path) -> dict[str, float]:
 
 
 def fastest(turns: list[dict[str, float]]) -> dict[str, float]:
-    """Each side's best time."""
+    """The shortest time of each side over all turns."""
     return {name: min(turn[name] for turn in turns) for name in turns[0]}
 
 
 class TimedEngine(Engine):
-    """Notes when a load has brought the masters home, and publishes them: what an update's end does as well."""
+    """An engine that records when a load has filled the masters and begins to publish them as weights."""
 
     published = 0.0
 
@@ -145,7 +145,10 @@ def build(million_parameters: int, mesh: Any) -> TimedEngine:
 def measure_saves(
     engine: Engine, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, folder: Path
 ) -> dict[str, float]:
-    """Our save, waiting and not waiting. The buffer of the asynchronous saver is there before, as in training."""
+    """Times Roundtable's synchronous and asynchronous saves, and the plain writes and copies beside them.
+
+    The asynchronous saver's buffer exists before timing begins, as in training.
+    """
     own = folder / f"plain-{engine.mesh.rank}"
     turns = []
     with (
@@ -178,7 +181,7 @@ def measure_saves(
 
 
 def hold_of(saver: Saver, step_seconds: float) -> float:
-    """How long training stands still for an asynchronous save whose next update comes this much later."""
+    """The seconds that training waits for an asynchronous save whose next update comes ``step_seconds`` later."""
     rows = torch.ones(512, 512)
 
     def step() -> None:
@@ -194,7 +197,7 @@ def hold_of(saver: Saver, step_seconds: float) -> float:
 
 
 def measure_loads(engine: TimedEngine, buffer: torch.Tensor, store: LocalStore) -> dict[str, float]:
-    """Our load, and the plain reading of what it reads."""
+    """Times Roundtable's load, and the plain reading of the same files."""
     checkpoint = open_together(store.folder("step-00000001"), engine.mesh)
     shard = Path(store.folder("step-00000001").path(f"shard-{engine.mesh.rank:05d}.safetensors"))
 
@@ -221,7 +224,7 @@ def measure_loads(engine: TimedEngine, buffer: torch.Tensor, store: LocalStore) 
 
 
 def measure_dcp(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> dict[str, float]:
-    """torch.distributed.checkpoint of the same tensors."""
+    """Times torch.distributed.checkpoint's save and load of the same tensors."""
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
     state = {f"{rank}/{key}": tensor for key, tensor in tensors.items()}
@@ -234,7 +237,7 @@ def measure_dcp(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> di
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds of this rank's work, begun together with the other's on an idle disk."""
+    """Seconds of this rank's work, which all ranks start together on an idle disk."""
     os.sync()
     dist.barrier()
     started = time.perf_counter()
@@ -243,7 +246,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def write_plainly(path: Path, buffer: torch.Tensor, flags: int = 0) -> None:
-    """The floor of saving: a new file."""
+    """Writes the buffer to a new file with fsync: the fastest that a save could be."""
     path.unlink(missing_ok=True)
     view = buffer.numpy().data.cast("B")
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
@@ -255,7 +258,7 @@ def write_plainly(path: Path, buffer: torch.Tensor, flags: int = 0) -> None:
 
 
 def read_plainly(path: Path, buffer: torch.Tensor) -> None:
-    """The floor of loading."""
+    """Reads the file into the buffer: the fastest that a load could be."""
     view = buffer.numpy().data.cast("B")
     with open(path, "rb", buffering=0) as file:
         done = 0
@@ -264,7 +267,7 @@ def read_plainly(path: Path, buffer: torch.Tensor) -> None:
 
 
 def copy_plainly(tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    """The floor of holding: each flat tensor that the state lies in, copied once."""
+    """Copies each tensor of the state once into the buffer: the least that training could wait for a save."""
     done = 0
     for tensor in tensors.values():
         buffer[done : done + tensor.numel()].copy_(tensor.view(-1))
@@ -279,7 +282,7 @@ def drop_pages(path: Path) -> None:
 
 
 class Peak:
-    """How far this process's resident memory rises above where it was, sampled each millisecond."""
+    """Measures how far this process's resident memory rises while entered, sampled each millisecond."""
 
     def __enter__(self) -> "Peak":
         self.before = self.highest = resident_mib()
@@ -299,7 +302,7 @@ class Peak:
 
 
 def resident_mib() -> float:
-    """Of this process, files that are mapped left out."""
+    """The resident memory of this process in MiB, without mapped files."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * PAGE_KIB / 1024
 

@@ -1,4 +1,4 @@
-"""The precision of benchmarks on a CPU: the one that is asked for, or the one in which the processor multiplies fast.
+"""Chooses the precision of benchmarks on a CPU: the one asked for, or the one in which the processor multiplies fast.
 
 Without AVX-512 a product in bf16 takes many times as long as one in fp32, on every side of a comparison.
 """
@@ -11,13 +11,13 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser ``--precision``."""
+    """Adds the option ``--precision`` to the parser."""
     told = "auto, the default: bf16 where the processor multiplies it at least as fast as fp32"
     parser.add_argument("--precision", choices=(*PRECISIONS, "auto"), default="auto", help=told)
 
 
 def choose_precision(asked: str) -> dict[str, str | float]:
-    """What a JSON line tells of it: ``precision``, fp32 or bf16; and ``bf16_speed`` where it was chosen here.
+    """The entries of a JSON line: ``precision``, fp32 or bf16; and ``bf16_speed`` where it was chosen here.
 
     ``bf16_speed`` is the speed of a product in bf16, fp32's being 1.
     """

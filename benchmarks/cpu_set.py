@@ -1,10 +1,11 @@
-"""The benchmarks on a CPU that take minutes, one after another: each prints its JSON line, with what it cost.
+"""Runs the CPU benchmarks that take minutes, one after another; each prints its JSON line with its processor time.
 
     python benchmarks/cpu_set.py [--only NAME]... [--out FILE] [--precision fp32|bf16|auto]
 
-``cpu_seconds`` is the processor time of the script and all that it starts. FILE gets the lines, too. The set is sized
-for less than 20 minutes on two idle cores whose processor multiplies bf16; each side of a comparison is a process of
-its own, three times anew. In fp32 a step takes three times as long, so turns are fewer (docs/speed.md).
+``cpu_seconds`` is the processor time of the script and all processes that it starts. The lines are also written to
+FILE. The set is sized for less than 20 minutes on two idle cores whose processor multiplies bf16; each side of a
+comparison is a process of its own, started three times. In fp32 a step takes three times as long, so there are fewer
+turns (docs/speed.md).
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def run(name: str, precision: str) -> str:
-    """The JSON line of one of the set."""
+    """Runs one benchmark of the set; returns its JSON line with ``cpu_seconds``."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = IN_FP32.get(name, SET[name]) if precision == "fp32" else SET[name]
     command = [sys.executable, str(HERE / f"{name}.py"), *options, "--precision", precision]

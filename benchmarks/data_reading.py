@@ -1,4 +1,4 @@
-"""Reading shuffled batches against a bare memory-map copy of the same windows; opening ten billion tokens.
+"""Times reading shuffled batches against a plain memory-map copy of the same windows, and opening ten billion tokens.
 
     python benchmarks/data_reading.py [--shape 64x2048x1 ...] [--kind plain ...] [--tokens 50000000] [--rounds 5]
 
@@ -73,13 +73,13 @@ def main() -> None:
 
 
 def set_shape(args: argparse.Namespace, shape: str, kind: str) -> None:
-    """The shape's three numbers, as arguments, and the kind."""
+    """Sets the shape's three numbers and the kind in ``args``."""
     args.batch, args.seq_len, args.files = map(int, shape.split("x"))
     args.one_kind = kind
 
 
 def compare(args: argparse.Namespace, shape: str, kind: str) -> dict[str, float | str]:
-    """All rounds of the sides at one shape."""
+    """Runs all rounds of all sides at one shape; returns the ratios and speeds."""
     set_shape(args, shape, kind)
     write_files(args)
     dataset = open_files(args)  # packs, or brings everything into the cache, before anything is timed
@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace, shape: str, kind: str) -> dict[str, float 
 
 
 def run_side(args: argparse.Namespace, side: str, shape: str, kind: str) -> dict[str, float]:
-    """One side in a fresh process."""
+    """Runs one side in a new process; returns its JSON."""
     flags = [
         f"--side={side}",
         f"--shape={shape}",
@@ -112,7 +112,7 @@ def run_side(args: argparse.Namespace, side: str, shape: str, kind: str) -> dict
 
 
 def write_files(args: argparse.Namespace) -> None:
-    """Random tokens in documents whose lengths are log-normal, 600 tokens in the middle, as web text has them; once."""
+    """Writes random tokens in documents of log-normal lengths, median 600 as in web text; once for each shape."""
     if bin_path(prefix(args, 0)).exists():
         return
     draw = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def write_files(args: argparse.Namespace) -> None:
 
 
 def write_mask(path: Path, lengths: list[int]) -> None:
-    """The second half of each document are targets."""
+    """Writes a mask in which the second half of each document counts as targets."""
     with mask_path(path).open("wb") as file:
         writer = MaskWriter(file)
         for length in lengths:
@@ -137,13 +137,13 @@ def write_mask(path: Path, lengths: list[int]) -> None:
 
 
 def prefix(args: argparse.Namespace, number: int) -> Path:
-    """The token file of this number; those with masks are files of their own."""
+    """The prefix of the token file of this number; files with masks are separate ones."""
     kind = "masked" if args.one_kind == "masked" else "tokens"
     return args.folder / f"{kind}-{number + 1}-of-{args.files}"
 
 
 def write_sparse(path: Path) -> None:
-    """Ten billion tokens in documents of 2000, of which the disk holds only the .idx."""
+    """Writes a token file of ten billion tokens in documents of 2000; the .bin is sparse and takes no disk space."""
     length = SPARSE_TOKENS // SPARSE_DOCUMENTS
     with bin_path(path).open("wb") as file:
         file.truncate(2 * SPARSE_TOKENS)
@@ -155,7 +155,7 @@ def write_sparse(path: Path) -> None:
 
 
 def open_files(args: argparse.Namespace) -> Dataset:
-    """The files as sources of equal weight."""
+    """The dataset of the files, as sources of equal weight; prepares it first where the kind needs that."""
     where = "file://" if args.one_kind == "cached" else ""
     sources = tuple(SourceConfig(path=f"{where}{prefix(args, number)}") for number in range(args.files))
     config = DataConfig(
@@ -174,12 +174,12 @@ def open_files(args: argparse.Namespace) -> Dataset:
 
 
 def count_batches(args: argparse.Namespace) -> int:
-    """One pass over the data."""
+    """The number of batches in one pass over the data."""
     return args.tokens // (args.batch * args.seq_len)
 
 
 def samples_of(args: argparse.Namespace, step: int) -> np.ndarray:
-    """The samples of one batch."""
+    """The sample indices of one batch."""
     return np.arange(step * args.batch, (step + 1) * args.batch)
 
 
@@ -204,7 +204,7 @@ def time_side(args: argparse.Namespace) -> float:
 
 def time_training(args: argparse.Namespace, dataset: Dataset) -> float:
     """CPU seconds of the thread or the step for every batch of one pass."""
-    import torch  # takes seconds, which the other sides do without
+    import torch  # takes seconds, and the other sides do not need it
 
     from launcher.training.batches import narrow
 
@@ -236,7 +236,7 @@ def time_copy(args: argparse.Namespace, dataset: Dataset) -> float:
 
 
 def ranges_of(dataset: Dataset, indices: np.ndarray) -> list[tuple[int, ...]]:
-    """(row, place in it, file, first token, tokens) of each range that these samples are made of."""
+    """(row, offset in it, file, first token, number of tokens) of each range that these samples consist of."""
     file_B, start_B, length_B = dataset._locate(indices)
     rows_B = np.arange(len(file_B))
     columns = (rows_B, np.zeros_like(rows_B), file_B, start_B, length_B)
@@ -262,7 +262,7 @@ def measure_opening(args: argparse.Namespace) -> dict[str, float]:
 
 
 def private_mib() -> float:
-    """This process's private memory; mapped pages of files are not among it."""
+    """This process's private memory in MiB; mapped pages of files do not count."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 

@@ -1,13 +1,13 @@
-"""What `parallel.ep_overlap` and `ep_chunks` hide: a layer on two gloo processes, and a micro-batch at stated rates.
+"""Shows the effect of `parallel.ep_overlap` and `ep_chunks`, measured on two gloo processes or traced for an H200.
 
     python benchmarks/ep_overlap.py [--steps 20] [--precision fp32|bf16|auto] [--traced]
 
 Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a MoE layer with
-a shared expert over 4096 tokens of d_model 384 a process, in the precision that is told: overlap off, on, and on with 2
-and with 4 chunks, in turn within the same processes; medians of rank 0; which is the first one goes around. There the
-exchange is work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight, a layer
-of DeepSeek-V3's shape at an H200's stated rates, in milliseconds of a micro-batch: what its messages take, how much of
-that is waited for, and the whole, as the estimate counts them. That is no measurement.
+a shared expert over 4096 tokens of d_model 384 a process, in the precision shown: overlap off, on, and on with 2 and
+with 4 chunks, alternately within the same processes, each first equally often; medians of rank 0. There the exchange is
+work of the same processors. Traced: for one rank of ep 8, within a node, and of ep 64, over eight nodes, a layer of
+DeepSeek-V3's shape at an H200's published rates, in milliseconds of a micro-batch: the time of its messages, the part
+of it that is waited for, and the whole, as the estimate counts them. The traced figures are not measurements.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(steps: int, precision: str) -> dict[str, float]:
-    """Of one process: milliseconds of each way."""
+    """The milliseconds of each way on this process. All ranks call it."""
     import torch
 
     from in_turn import time_in_turn
@@ -83,7 +83,7 @@ def measure(steps: int, precision: str) -> dict[str, float]:
 
 
 def traced() -> dict[str, Any]:
-    """Of one micro-batch, by what is on: milliseconds of all messages, of those waited for, and of everything."""
+    """For each way, milliseconds of one micro-batch: of all messages, of those waited for, and of everything."""
     from launcher.estimate.device import open_device
 
     open_device()

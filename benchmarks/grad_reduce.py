@@ -1,13 +1,13 @@
-"""What the wire does to gradients, and what a rank holds of them: ZeRO 1 on four gloo processes. Prints one JSON line.
+"""Measures gradient errors and memory of each `parallel.grad_reduce`, ZeRO 1 on four processes. Prints one JSON line.
 
     python benchmarks/grad_reduce.py [--steps 20]
 
 A MoE model of 0.76 million weights in bf16, four micro-batches a rank, the same tokens for each way of
-`parallel.grad_reduce`. By way: relative L2 errors of the first step's gradients, and of the worst tensor, against sums
-in fp64 of the micro-batches' own gradients, which are bf16 numbers; the largest relative difference of a loss in
---steps updates by AdamW from that of `step`; bytes of sums that a rank holds. Beside them, computed from the same
-gradients, what other wires would give: each rank's sums rounded to bf16 once, then added up in fp32 (``sums_in_bf16``)
-or in bf16, as a ring of bf16 does (``ring_in_bf16``); and the latter for each micro-batch (``each_ring_in_bf16``).
+`parallel.grad_reduce`. For each way: relative L2 errors of the first step's gradients, and of the worst tensor, against
+sums in fp64 of the micro-batches' own gradients, which are bf16 numbers; the largest relative difference of a loss in
+--steps updates by AdamW from that of `step`; bytes of sums that a rank holds. Also computed from the same gradients are
+the errors of other reductions: each rank's sums rounded to bf16 once, then added up in fp32 (``sums_in_bf16``) or in
+bf16, as a ring of bf16 does (``ring_in_bf16``); and the latter for each micro-batch (``each_ring_in_bf16``).
 """
 
 import argparse
@@ -57,7 +57,10 @@ def main() -> None:
 
 
 def measure(steps: int) -> dict[str, Any]:
-    """One rank, by way: its part of the first step's gradients, bytes of sums, losses; and each pass's gradients."""
+    """This rank's results for each way (gradients of the first step, bytes of sums, losses), and each pass's gradients.
+
+    All ranks call it.
+    """
     from parallel.config import ParallelConfig
     from parallel.mesh import open_mesh
 
@@ -92,7 +95,7 @@ def build(mesh: Any, parallel: Any) -> Any:
 
 
 def forward(engine: Any, step: int, micro_batch: int) -> tuple[Tensor, float]:
-    """The summed loss of random tokens, the lower ones more often, and what it weighs."""
+    """The summed loss of random tokens, of which lower ids are more frequent, and its weight in the step's mean."""
     from modeling.context import Context
 
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + engine.mesh.rank)
@@ -105,7 +108,7 @@ def forward(engine: Any, step: int, micro_batch: int) -> tuple[Tensor, float]:
 
 
 def train(mesh: Any, parallel: Any, steps: int) -> dict[str, Any]:
-    """Updates, and what the first one's gradients were."""
+    """Trains ``steps`` updates; returns the first one's gradients, all losses, and the bytes of sums held."""
     from launcher.prove.compare.gradients import gradient_boxes
 
     engine, losses = build(mesh, parallel), []
@@ -124,7 +127,7 @@ def train(mesh: Any, parallel: Any, steps: int) -> dict[str, Any]:
 
 
 def held(engine: Any, parallel: Any) -> int:
-    """Bytes of fp32 sums between passes, by the closed form that tests hold to engines' tensors."""
+    """Bytes of fp32 sums that a rank holds between passes, by a closed form that tests check against real engines."""
     from launcher.plan.memory import rank_memory
     from launcher.traffic.step import Step
     from parallel.sizes import DEFAULT_SIZES
@@ -145,7 +148,7 @@ def held(engine: Any, parallel: Any) -> int:
 
 
 def passes(mesh: Any) -> list[dict[str, Tensor]]:
-    """The gradients of this rank's micro-batches, one by one, as autograd makes them."""
+    """The gradients of each of this rank's micro-batches in the first step, as autograd computes them."""
     from parallel.config import ParallelConfig
 
     engine, made = build(mesh, ParallelConfig()), []
@@ -158,7 +161,7 @@ def passes(mesh: Any) -> list[dict[str, Tensor]]:
 
 
 def exact_and_others(by_rank: list[list[dict[str, Tensor]]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Sums over ranks and micro-batches in fp64, and as other wires would make them."""
+    """The gradients summed over ranks and micro-batches in fp64, and as other reductions would sum them."""
 
     def added(parts: Iterable[Tensor]) -> Tensor:
         return reduce(torch.add, list(parts))
@@ -176,7 +179,7 @@ def exact_and_others(by_rank: list[list[dict[str, Tensor]]]) -> tuple[dict[str, 
 
 
 def whole(by_rank: Iterable[list[Any]]) -> dict[str, Tensor]:
-    """Whole gradients from all ranks' parts."""
+    """The whole gradients, put together from all ranks' parts."""
     boxes = [box for boxes in by_rank for box in boxes]
     found: dict[str, Tensor] = {}
     for name in {box.name for box in boxes}:

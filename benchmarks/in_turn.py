@@ -1,4 +1,4 @@
-"""Ways of computing one thing in turn within the same gloo processes: wall and processor time of each."""
+"""Times several ways of computing one thing, alternately within the same gloo processes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ WARM_UP = 3
 def time_in_turn(
     ways: Mapping[str, Callable[[Tensor], Tensor]], draw: Callable[[], Tensor], steps: int
 ) -> dict[str, float]:
-    """By way, medians of milliseconds of a forward and a backward pass over ``steps`` inputs, after some to warm up.
+    """The median milliseconds of a forward and a backward pass of each way over ``steps`` inputs, after WARM_UP others.
 
-    ``NAME`` is wall time, ``NAME, processor`` processor time of this process. All processes call it with the same ways;
-    each way is the first with another input, since the first pays for new memory.
+    ``NAME`` is wall time, ``NAME, processor`` processor time of this process. All processes call it with the same ways.
+    Which way comes first changes from input to input, since the first one pays for new memory.
     """
     times: dict[str, list[float]] = {name + of: [] for name in ways for of in ("", ", processor")}
     for step in range(WARM_UP + steps):

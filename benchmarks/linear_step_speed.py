@@ -1,10 +1,10 @@
-"""Training steps of a model with linear attention on a CPU, ours beside transformers' own class. One JSON line.
+"""Times training steps with linear attention on a CPU: Roundtable beside transformers' own class. One JSON line.
 
     python benchmarks/linear_step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
 
 A decoder of family qwen3_next, three of four layers with the gated delta rule, 16 experts and a shared one; a step and
-its figures are those of step_speed.py. Rows are one document each: the rule in torch's operations, which transformers
-takes on a CPU, knows no others. ``transformers_compiled`` has each layer compiled by torch.compile.
+its figures are those of step_speed.py. Rows are one document each, since transformers' implementation of the rule on a
+CPU does not support packed documents. ``transformers_compiled`` has each layer compiled by torch.compile.
 """
 
 from dataclasses import replace
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def measure(side: str, steps: int, precision: str) -> Figures:
-    """What ``measure_steps`` finds of a side."""
+    """The figures of one side, as ``step_speed.measure_steps`` returns them."""
     return measure_steps(partial(build, side, DTYPES[precision]), steps, whole_rows=True)
 
 
 def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
-    """A side's model, and its loss by a batch."""
+    """A side's model, and a function that computes its loss on a batch."""
     if side == "ours":
         return build_ours(CONFIG, dtype)
     return build_transformers(CONFIG, dtype, compiled=side == "transformers_compiled", has_mask=False)

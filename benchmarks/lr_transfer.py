@@ -1,10 +1,10 @@
-"""Whether the best learning rate stays as a model gets wider, under muP and without it. Prints one JSON line.
+"""Measures whether the best learning rate stays the same for wider models, with muP and without. Prints one JSON line.
 
     python benchmarks/lr_transfer.py [--steps 80] [--widths 32,64,128,256] [--plot lr_transfer.png]
 
 A small decoder of each width is trained by AdamW at each learning rate, in fp32, on the same windows of the demo's text
-(the Python standard library's files as bytes). Told is the training loss, mean over the last LAST updates. muP's base
-model is the narrowest one, where both parametrizations are the same model.
+(the Python standard library's files as bytes). The loss shown is the mean training loss over the last LAST updates.
+muP's base model is the narrowest one, where both parametrizations are the same model.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     losses: dict[str, dict[int, list[float | None]]] = {}
     for kind in ("mup", "standard"):
         for width in widths:
-            is_again = kind == "standard" and width == widths[0]  # the same model
+            is_again = kind == "standard" and width == widths[0]  # the same model as with muP
             losses.setdefault(kind, {})[width] = (
                 losses["mup"][width] if is_again else sweep(model_of(width, widths[0], kind), texts, arguments.steps)
             )
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def model_of(width: int, base: int, kind: str) -> ModelConfig:
-    """A decoder of two layers, as wide heads in each."""
+    """The config of a decoder of two layers with heads of D_HEAD channels; ``kind`` is mup or standard."""
     heads = width // D_HEAD
     return ModelConfig(
         family="llama",
@@ -76,7 +76,7 @@ def sweep(config: ModelConfig, texts: list[np.ndarray], steps: int) -> list[floa
 
 
 def trained_loss(config: ModelConfig, rule: AdamWConfig, texts: list[np.ndarray], steps: int) -> float | None:
-    """The mean of the last updates' training losses; every model sees the same windows."""
+    """The mean training loss of the last LAST updates, None where not finite; every model sees the same windows."""
     trainer = ReferenceTrainer(config, replace(rule, clip_norm=1.0), seed=0)
     schedule, random = CosineSchedule(warmup_steps=steps // 10), np.random.default_rng(1)
     seen = []
@@ -96,7 +96,7 @@ def best_rate(row: list[float | None]) -> int:
 
 
 def draw(losses: dict[str, dict[int, list[float | None]]], path: Path) -> None:
-    """Loss over learning rate, a line for each width; muP beside the standard."""
+    """Plots loss over learning rate to ``path``, a line for each width, with muP beside the standard."""
     figure = Figure(figsize=(9.0, 4.0), layout="constrained", facecolor="white")
     panels = FigureCanvasAgg(figure).figure.subplots(1, 2, sharey=True)
     for axes, (kind, rows) in zip(panels, losses.items(), strict=True):

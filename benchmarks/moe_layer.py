@@ -1,12 +1,12 @@
-"""A MoE layer on a CPU beside a dense SwiGLU of its active width: milliseconds of processor time. One JSON line.
+"""Times a MoE layer on a CPU beside a dense SwiGLU of its active width, in processor time. Prints one JSON line.
 
     python benchmarks/moe_layer.py [--steps 4] [--starts 3] [--turns 5] [--precision fp32|bf16|auto]
 
 Forward and backward over 4096 tokens of d_model 384, one thread: 16 experts of width 192, 4 a token, and 64
-experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer is all of it: the router, its balance
-loss and what it counts, no shared expert. Hidden states are drawn anew each step, and so is the routing. Each layer is
-a process of its own, which takes some steps when its turn comes, and is started anew after some turns; figures are
-medians over steps, then over all turns, and ratios medians of the turns'.
+experts of width 64, 12 a token; both dense layers are 768 wide. The MoE layer includes the router, its balance loss and
+its counts, but no shared expert. Hidden states are drawn anew each step, so routing changes, too. Each layer is a
+process of its own, which runs some steps when its turn comes, and is started anew after some turns; figures are medians
+over steps, then over all turns, and ratios medians of the turns'.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def steps_of(size: str, kind: str, n_steps: int, precision: str) -> Callable[[], float]:
-    """What takes ``n_steps`` more, forward and backward; returns their median milliseconds of processor time."""
+    """A function that runs ``n_steps`` passes forward and backward and returns their median ms of processor time."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = DTYPES[precision]
@@ -77,7 +77,7 @@ def steps_of(size: str, kind: str, n_steps: int, precision: str) -> Callable[[],
 
 
 def build(size: str, kind: str, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """The layer, and what of its output goes on."""
+    """The layer, and its forward function, which returns only the hidden states."""
     n_experts, d_ff, top_k = SIZES[size]
     layer: nn.Module
     if kind == "dense":

@@ -1,9 +1,9 @@
-"""Recall and precision of near-duplicate removal on planted copies, beside what MinHash's theory has for them.
+"""Recall and precision of near-duplicate removal on planted copies, beside the recall that MinHash's theory predicts.
 
-Documents of random words; of some, copies in which each word is replaced with a given probability. What must be found
-follows from each pair's similarity s (Jaccard's, of its sets of shingles, counted exactly): 1 - (1 - s^r)^b. Prints one
-JSON line: for each share of edits the recall, the expected recall with an interval of four standard deviations of so
-many independent pairs, and the similarity in the mean; over all, the precision.
+Documents of random words, and of each a copy in which each word is replaced with a given probability. A pair of
+similarity s (Jaccard's, of its sets of shingles, counted exactly) must be found with probability 1 - (1 - s^r)^b, for r
+hashes in each of b buckets. Prints one JSON line: for each share of edits the recall, the expected recall with an
+interval of four standard deviations for so many independent pairs, and the mean similarity; over all, the precision.
 
     python benchmarks/near_duplicates.py [--pairs 200] [--buckets 14] [--hashes 8] [--seed 0]
 """
@@ -29,7 +29,7 @@ def random_words(draw: random.Random, n: int = 4000) -> list[str]:
 
 
 def plant(n_pairs: int, seed: int) -> tuple[list[str], list[tuple[int, int, float]]]:
-    """(documents, (first, copy, share of edits) of each pair)."""
+    """The documents, and (index of the first, index of its copy, share of edits) for each planted pair."""
     draw = random.Random(seed)
     words = random_words(draw)
     documents, pairs = [], []
@@ -43,7 +43,7 @@ def plant(n_pairs: int, seed: int) -> tuple[list[str], list[tuple[int, int, floa
 
 
 def linked(documents: list[str], config: NearConfig) -> set[tuple[int, int]]:
-    """The pairs that meet in a bucket, by the code that prepares data, over two shards."""
+    """The pairs of documents that share a bucket, by the code that prepares data, over two shards."""
     half = len(documents) // 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -58,7 +58,7 @@ def linked(documents: list[str], config: NearConfig) -> set[tuple[int, int]]:
 
 
 def similarity(one: str, other: str, signatures: Signatures) -> float:
-    """Jaccard's, of the sets of shingles."""
+    """The Jaccard similarity of two documents' sets of shingles."""
     a, b = (set(signatures.step.get_shingles(text)[:, 0].tolist()) for text in (one, other))
     return len(a & b) / len(a | b)
 

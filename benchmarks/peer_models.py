@@ -1,7 +1,7 @@
-"""Models of other trainers' packages on one CPU process, of a given shape: Megatron-core's and torchtitan's.
+"""Builds models of a given shape from other trainers' packages, Megatron-core and torchtitan, for one CPU process.
 
-Their code runs as it is installed (docs/speed.md has the versions). Both are written for CUDA; what the process gives
-them in its place is told at each. Neither computes a balance loss here, which ours does.
+Their code runs as it is installed (docs/speed.md has the versions). Both are written for CUDA; each function's
+docstring says what replaces it. Neither computes a balance loss here; Roundtable's model does.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from torch.nn import functional as F
 from modeling.config import ModelConfig
 from modeling.context import attention_mask
 
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of tokens, targets, positions and documents (B, S)
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # takes tokens, targets, positions and documents (B, S)
 
 
 def build_megatron_core(config: ModelConfig, seq_len: int, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
-    """Megatron-core's GPTModel of its local layers, and its loss by a batch, whose documents a mask keeps apart.
+    """Megatron-core's GPTModel of its local layers, and its loss on a batch, whose documents a mask separates.
 
-    Its attention is the formula with a mask; its experts are gone through one after another, since its grouped ones
-    are CUDA's. Positions run through a row: between tokens of one document the rotary embedding turns alike.
+    Attention is the plain formula with a mask. Experts are computed one after another, since its grouped products need
+    CUDA. Positions run through a whole row, which changes nothing between tokens of one document under RoPE.
 
-    It asks CUDA for the current device, and is told the CPU; it keeps states of CUDA's random numbers for dropout, of
-    which there is none, so the tracker that keeps none takes their place. Without TransformerEngine its router's
-    product looks whether a name is None that it never declared, so that is declared.
+    Replaced for the CPU: the current CUDA device is reported as the CPU; the tracker of CUDA's random states for
+    dropout, which is off, is the one that keeps none; and a name that its router checks without TransformerEngine, but
+    never declares, is declared as None.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -85,13 +85,14 @@ def build_megatron_core(config: ModelConfig, seq_len: int, dtype: torch.dtype) -
 
 
 def build_torchtitan(config: ModelConfig, seq_len: int, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
-    """torchtitan's Qwen3Model, and its loss by a batch whose rows are one document each.
+    """torchtitan's Qwen3Model, and its loss on a batch whose rows are one document each.
 
-    Its attention is torch's with ``is_causal``: its other kinds, which know documents, cannot be trained on a CPU.
-    Experts are gone through one after another; its grouped products are in bf16 alone, over rows that a CUDA kernel
-    arranges.
+    Attention is torch's with ``is_causal``, since its other kinds, which separate documents, cannot be trained on a
+    CPU. Experts are computed one after another, since its grouped products are in bf16 only, over rows that a CUDA
+    kernel arranges.
 
-    Its router counts whole numbers by ``torch.histc``, which torch does on CUDA only: here they are counted as floats.
+    Replaced for the CPU: its router counts integers by ``torch.histc``, which works on CUDA only; here they are counted
+    as floats.
     """
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs

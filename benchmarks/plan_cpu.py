@@ -88,9 +88,9 @@ def main() -> None:
 
 
 def plan_all(layouts: dict[str, Layout], rounds: int) -> dict[str, dict[str, Any]]:
-    """Each layout's plan, its rates measured in rounds, once for each number of processes; the median of each counts.
+    """Each layout's plan, with the median of rates measured in rounds, once for each number of processes.
 
-    So what the machine's speed does meanwhile moves the rates of all layouts alike, as it does their steps.
+    Measuring in rounds makes changes of the machine's speed affect the rates of all layouts alike, as their steps.
     """
     from launcher.config.checked import load_checked
     from launcher.processor.plan import as_json, measure, measure_host, trace
@@ -115,7 +115,7 @@ def plan_all(layouts: dict[str, Layout], rounds: int) -> dict[str, dict[str, Any
 
 
 def measure_steps(layout: Layout, steps: int) -> list[tuple[list[float], list[float]]]:
-    """By rank, seconds and processor seconds of some steps of a layout, on processes that are started for them."""
+    """For each rank, seconds and processor seconds of each of ``steps`` steps of a layout, in new processes."""
     from launcher.config.checked import load_checked
     from parallel.processes.start import run_ranks
 
@@ -125,7 +125,7 @@ def measure_steps(layout: Layout, steps: int) -> list[tuple[list[float], list[fl
 
 
 def run_steps(config: Any, steps: int) -> tuple[list[float], list[float]]:
-    """In one process: seconds and processor seconds of each step but the first, which all begin together."""
+    """One rank's seconds and processor seconds of each step but the first; all ranks start each step together."""
     from launcher.estimate.samples import WholeSequences
     from launcher.training.loop import build_engine, prepare_process, run_step
     from launcher.training.state import TrainState
@@ -148,7 +148,7 @@ def run_steps(config: Any, steps: int) -> tuple[list[float], list[float]]:
 
 
 def spearman(left: list[float], right: list[float]) -> float:
-    """The correlation of ranks, of values that all differ."""
+    """Spearman's rank correlation of two lists of equal length, each with distinct values."""
     one, other = ({value: place for place, value in enumerate(sorted(each))} for each in (left, right))
     n = len(left)
     return 1 - 6 * sum((one[a] - other[b]) ** 2 for a, b in zip(left, right, strict=True)) / (n * (n * n - 1))

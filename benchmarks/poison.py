@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def plant(folder: Path) -> list[str]:
-    """Copies the library's text to ``folder`` with the noise among it; the first line of each document of noise.
+    """Copies the library's text to ``folder`` with the noise among it; returns the first line of each noise document.
 
-    What is there is left as it is: `prepare` would take a file that is written anew for another.
+    Files that exist are not written again, since `prepare` would take them for other files.
     """
     if not folder.exists():
         begun = folder.with_name("begun")
@@ -73,7 +73,7 @@ def plant(folder: Path) -> list[str]:
 
 
 def train(folder: Path, run: Path) -> None:
-    """The quickstart on ``folder``'s text."""
+    """Trains the quickstart's config on ``folder``'s text, in the run directory ``run``."""
     excluded = ["**/badsyntax_pep3120.py", "**/test_source_encoding.py"]
     sources = [{"path": f"{folder / 'text'}/**/*.py", "exclude": excluded}]
     overrides = [
@@ -91,7 +91,7 @@ def train(folder: Path, run: Path) -> None:
 
 
 def seen_late_and_whole(run: Path, noise: list[str]) -> list[tuple[str, int]]:
-    """Names of the documents of noise that one step alone saw, in one piece and after step TRAINED; with the step."""
+    """(name, step) of each noise document that only one step saw, whole, and after step TRAINED."""
     found = []
     for first_line in noise:
         places = answer("data", "where", str(run), "--text", first_line, "--json")["places"]
@@ -104,19 +104,19 @@ def seen_late_and_whole(run: Path, noise: list[str]) -> list[tuple[str, int]]:
 
 
 def place_of(run: Path, step: int, document: str) -> tuple[int, int]:
-    """Where blame puts ``document`` among those of the step's batch, from 1 on; and how many these are."""
+    """Blame's rank of ``document`` among those of the step's batch, from 1 on; and the number of these."""
     rows = answer("blame", str(run), "--step", str(step), "--json")["documents"]
     names = [row["document"] for row in rows]
     return names.index(document) + 1, len(names)
 
 
 def answer(*arguments: str) -> Any:
-    """What a command prints as JSON."""
+    """Runs a `roundtable` command; returns the JSON that it prints."""
     return json.loads(roundtable(*arguments).splitlines()[-1])
 
 
 def roundtable(*arguments: str) -> str:
-    """The command's standard output."""
+    """Runs a `roundtable` command; returns its standard output."""
     command = [sys.executable, "-m", "launcher", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 

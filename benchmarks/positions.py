@@ -1,11 +1,11 @@
-"""What each way to tell positions makes of texts longer than those it was trained on. Prints one JSON line.
+"""Measures how each position encoding works on texts longer than those it was trained on. Prints one JSON line.
 
     python benchmarks/positions.py [--steps 200] [--seeds 1] [--plot positions.png]
 
 One small decoder for each scheme is trained in fp32 on the demo's text, the Python standard library's files (here as
 bytes, so that no tokenizer is needed), in windows of SEQ_LEN bytes. Held-out files then give windows of four times that
-length. Of each the last TARGETS bytes are predicted after contexts of different lengths: the targets are the same
-ones, and a scheme that carries over loses nothing by a longer context. A learned table has no row beyond its length.
+length, of which the last TARGETS bytes are predicted after contexts of different lengths. Since the targets are the
+same ones, a scheme that extrapolates loses nothing by a longer context. A learned table has no row beyond its length.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def files(*, is_heldout: bool) -> list[np.ndarray]:
 
 
 def draw_windows(texts: list[np.ndarray], count: int, length: int, random: np.random.Generator) -> Tensor:
-    """``count`` windows of ``length`` bytes, int64 (N, S); a text is as likely as it is long."""
+    """``count`` windows of ``length`` bytes, int64 (N, S); texts are drawn in proportion to their length."""
     sizes = np.array([len(text) for text in texts])
     chosen = random.choice(len(texts), count, p=sizes / sizes.sum())
     starts = [random.integers(0, sizes[number] - length + 1) for number in chosen]
@@ -129,7 +129,7 @@ def trained(config: ModelConfig, texts: list[np.ndarray], steps: int, seed: int)
 
 @torch.no_grad()
 def evaluated(model: Decoder, config: ModelConfig, windows_NS: Tensor) -> list[float | None]:
-    """The loss of the windows' last TARGETS bytes, seen at the end of as many bytes as each of LENGTHS says."""
+    """The loss of the windows' last TARGETS bytes at the end of each length of LENGTHS; None beyond max_positions."""
     found: list[float | None] = []
     for length in LENGTHS:
         if config.max_positions is not None and length > config.max_positions:
@@ -145,18 +145,18 @@ def evaluated(model: Decoder, config: ModelConfig, windows_NS: Tensor) -> list[f
 
 
 def whole_rows(tokens_BS: Tensor) -> Context:
-    """Each row is one document."""
+    """The context in which each row is one document."""
     return Context(torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS), torch.zeros_like(tokens_BS))
 
 
 def mean(values: tuple[float | None, ...]) -> float | None:
-    """Over the seeds."""
+    """The mean over the seeds, without None; None where there is no value."""
     known = [value for value in values if value is not None]
     return round(sum(known) / len(known), 4) if known else None
 
 
 def draw(losses: dict[str, list[float | None]], path: Path) -> None:
-    """A line for each scheme, over the length."""
+    """Plots loss over length to ``path``, a line for each scheme."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.subplots()
     for name, values in losses.items():

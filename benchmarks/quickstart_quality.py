@@ -1,11 +1,9 @@
-"""The quickstart's held-out loss against transformers' own model of the same size on the same tokens. Prints one JSON
-line.
+"""Compares the quickstart's held-out loss with that of transformers' model on the same tokens. Prints one JSON line.
 
-Ours: `roundtable train configs/quickstart.yaml --ranks 2`. Theirs: the family's transformers class with fp32 weights
-under bf16
-autocast, torch's AdamW with the same groups, schedule, clipping, packed samples in the same order and document masks,
-and its own auxiliary loss.
-Both are measured on the same held-out samples and targets. Takes about fifteen minutes on two cores.
+Roundtable (``ours``): `roundtable train configs/quickstart.yaml --ranks 2`. The other: the family's transformers class
+of the same size with fp32 weights under bf16 autocast, torch's AdamW with the same groups, schedule and clipping,
+packed samples in the same order with document masks, and its own auxiliary loss. Both are measured on the same held-out
+samples and targets. Takes about fifteen minutes on two cores.
 """
 
 import argparse
@@ -44,14 +42,14 @@ def main() -> None:
 
 
 def train_ours(path: Path, overrides: list[str], run_dir: Path) -> float:
-    """Our held-out loss after the last step."""
+    """Trains with Roundtable; returns the held-out loss after the last step."""
     command = [sys.executable, "-m", "launcher", "train", str(path), "--ranks", "2", *overrides]
     subprocess.run([*command, f"run_dir={run_dir}", "metrics.wandb.mode=disabled"], check=True, stdout=sys.stderr)
     return [row["eval_loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in row][-1]
 
 
 def train_theirs(config: RunConfig) -> float:
-    """The held-out loss of transformers' model after the same steps."""
+    """Trains transformers' model for the same steps; returns its held-out loss."""
     torch.set_num_threads(2)
     torch.manual_seed(config.seed)
     model = build_theirs(config)
@@ -83,7 +81,7 @@ def train_theirs(config: RunConfig) -> float:
 
 
 def build_theirs(config: RunConfig) -> nn.Module:
-    """The family's own class, with its own initialization."""
+    """The family's transformers class, with its own initialization."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = to_config_json(config.model, config.data.seq_len, SpecialTokens(), torch.float32)
@@ -95,7 +93,7 @@ def build_theirs(config: RunConfig) -> nn.Module:
 
 
 def groups(model: nn.Module, config: RunConfig) -> list[dict]:
-    """Decay on matrices but not on the embedding, as ours."""
+    """The optimizer's parameter groups: weight decay on matrices but not on the embedding, as in Roundtable."""
     matrices = [
         p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name and "lm_head" not in name
     ]
@@ -110,7 +108,7 @@ def losses(model: nn.Module, dataset: Dataset, indices: np.ndarray) -> tuple[Ten
     documents_BS, positions_BS = torch.from_numpy(batch.documents_BS), torch.from_numpy(batch.positions_BS)
     mask_BSS = attention_mask(positions_BS, documents_BS, positions_BS, documents_BS, None)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model.model(  # not the model itself, which would count padding by the 4D mask
+        output = model.model(  # not the whole model, whose auxiliary loss would take the 4D mask for one of padding
             input_ids=torch.from_numpy(batch.tokens_BS),
             attention_mask=mask_BSS[:, None],
             position_ids=positions_BS.long(),
@@ -129,7 +127,7 @@ def losses(model: nn.Module, dataset: Dataset, indices: np.ndarray) -> tuple[Ten
 
 @torch.no_grad()
 def heldout_loss(model: nn.Module, heldout: Dataset, config: RunConfig) -> float:
-    """Token cross-entropy over the same held-out samples as ours."""
+    """The mean token cross-entropy over the held-out samples that Roundtable evaluates."""
     indices = np.arange(min(config.train.eval_sequences, heldout.n_samples))
     total = sum(float(losses(model, heldout, indices[start : start + 8])[0]) for start in range(0, len(indices), 8))
     return total / heldout.count(indices)[0]

@@ -1,4 +1,4 @@
-"""Reading shuffled batches, beside datatrove's, litdata's and Megatron's readers on the same tokens.
+"""Times reading shuffled batches beside datatrove's, litdata's and Megatron's readers on the same tokens.
 
     python benchmarks/reading_peers.py [--shape 8x2048] [--tokens 20000000] [--rounds 3]
 
@@ -45,7 +45,7 @@ VOCAB, EOS = 32_000, 0
 ARRAYS = ("tokens_BS", "targets_BS", "positions_BS", "documents_BS")
 PACKAGES = {"datatrove": "datatrove", "litdata": "litdata", "megatron": "megatron.core"}
 TOKENS_ALONE = ("datatrove", "datatrove_mixed", "litdata")
-CHUNK_BYTES = 1 << 26  # of litdata's files, as its page on language models has them
+CHUNK_BYTES = 1 << 26  # of litdata's files, as its documentation on language models uses
 
 
 def main() -> None:
@@ -77,12 +77,12 @@ def main() -> None:
 
 
 def beside(side: str) -> str:
-    """Which of ours gives what this side does."""
+    """The side of Roundtable that returns the same arrays as this side."""
     return "ours_tokens" if side in TOKENS_ALONE else "ours"
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported."""
+    """Whether the package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -90,7 +90,7 @@ def is_installed(package: str) -> bool:
 
 
 def run(args: argparse.Namespace, side: str) -> float:
-    """CPU seconds a token of one side, in a fresh process."""
+    """Runs one side in a new process; returns its CPU seconds per token."""
     flags = [f"--side={side}", f"--shape={args.shape}", f"--folder={args.folder}", f"--tokens={args.tokens}"]
     command, environment = [sys.executable, __file__, *flags], os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, side: str) -> float:
 
 
 def write_tokens(args: argparse.Namespace) -> None:
-    """Random tokens in documents of 600 in the middle, each with an end; as Megatron's file and as datatrove's."""
+    """Writes random tokens in documents of median length 600, each with EOS, in Megatron's and datatrove's formats."""
     draw = np.random.default_rng(0)
     writer = TokenFileWriter(args.folder / "tokens", np.dtype(np.uint16))
     while writer.n_tokens < args.tokens:
@@ -110,7 +110,7 @@ def write_tokens(args: argparse.Namespace) -> None:
 
 
 def time_side(args: argparse.Namespace) -> dict[str, float]:
-    """CPU seconds for each token of a side's batches after the first one."""
+    """One side's CPU seconds per token, over its batches after the first one."""
     warnings.simplefilter("ignore")  # Megatron's, on what else it could use
     batches = SIDES[args.side](args)
     n_tokens, start = 0, 0.0
@@ -123,7 +123,7 @@ def time_side(args: argparse.Namespace) -> dict[str, float]:
 
 
 def ours(args: argparse.Namespace) -> Iterator[int]:
-    """Batches with all their arrays; each gives its number of samples."""
+    """Reads batches with Roundtable, with all arrays or tokens only; yields each batch's number of samples."""
     config = DataConfig(seq_len=args.seq_len, sources=(SourceConfig(path=str(args.folder / "tokens")),))
     dataset = open_dataset(config, seed=0, vocab_size=VOCAB, split="train")
     for first in range(0, dataset.n_samples - args.batch, args.batch):
@@ -134,7 +134,7 @@ def ours(args: argparse.Namespace) -> Iterator[int]:
 
 
 def collated(args: argparse.Namespace, sample: Callable[[int], Any], numbers: Any) -> Iterator[int]:
-    """Batches of a map-style dataset's samples."""
+    """Collates batches of a map-style dataset's samples; yields each batch's number of samples."""
     from torch.utils.data import default_collate
 
     for first in range(0, len(numbers) - args.batch, args.batch):
@@ -143,7 +143,7 @@ def collated(args: argparse.Namespace, sample: Callable[[int], Any], numbers: An
 
 
 def datatrove(args: argparse.Namespace) -> Iterator[int]:
-    """Its reader, in the order of the file, or at random."""
+    """Reads batches with datatrove, in the order of the file or at random; yields each batch's number of samples."""
     from datatrove.utils.dataset import DatatroveFolderDataset
 
     positions = args.side == "datatrove_positions"
@@ -162,7 +162,10 @@ def datatrove(args: argparse.Namespace) -> Iterator[int]:
 
 
 def litdata(args: argparse.Namespace) -> Iterator[int]:
-    """Its streaming dataset over files that it has written itself, at the first call."""
+    """Reads batches with litdata's streaming dataset; yields each batch's number of samples.
+
+    The first call writes litdata's files.
+    """
     import torch
     from litdata.streaming import StreamingDataset, TokensLoader
     from litdata.streaming.writer import BinaryWriter
@@ -186,7 +189,10 @@ def litdata(args: argparse.Namespace) -> Iterator[int]:
 
 
 def megatron(args: argparse.Namespace) -> Iterator[int]:
-    """Its dataset of samples of documents laid end to end, shuffled; the indices are made before anything is timed."""
+    """Reads batches with Megatron's GPTDataset, shuffled; yields each batch's number of samples.
+
+    Its indices are built before timing begins.
+    """
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split

@@ -1,14 +1,15 @@
-"""What recomputation costs on a CPU and what it saves. Prints one JSON line.
+"""Measures the time that recomputation costs on a CPU and the memory that it saves. Prints one JSON line.
 
     python benchmarks/recomputation.py [--starts 3] [--turns 3] [--precision fp32|bf16|auto]
 
 A dense decoder and one of experts, 8 layers each, d_model 384, over 4 x 512 tokens, one thread, by ``train.recompute``.
 ``time`` is the processor time of forward and backward over that of ``none``; ``activations`` are the bytes that the
-layers have left for the backward pass when the head begins (all tensors that are there then, less those from before the
-forward pass), over those of ``none``. Norms and rotations go by rows and memory goes back to the system as in a run;
-``activations_plain`` are the same where each of their operations keeps what autograd wants, over those of ``none``
-there. Each side is a process of its own, which takes a step when its turn comes, and is started anew after some turns;
-times are medians over all turns, ratios medians of the turns'. Bytes are the same each time, and counted once.
+layers have kept for the backward pass when the head begins (all tensors that exist then, less those from before the
+forward pass), over those of ``none``. As in a run, norms and rotations are computed in pieces of rows, and memory is
+returned to the system; ``activations_plain`` are those with plain operations, for each of which autograd keeps what it
+needs, over those of ``none`` there. Each side is a process of its own, which runs a step when its turn comes, and is
+started anew after some turns; times are medians over all turns, ratios medians of the turns'. Bytes are the same each
+time, and counted once.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def bytes_of(model: str, mode: str, *options: str) -> dict[str, float]:
-    """What a side's process counts."""
+    """Runs a side's process with --bytes; returns the bytes that it counts."""
     command = [sys.executable, __file__, "--side", model, mode, *options, "--bytes"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -91,7 +92,7 @@ def bytes_of(model: str, mode: str, *options: str) -> dict[str, float]:
 
 
 def step_of(name: str, mode: Recompute, precision: str) -> Callable[[], float]:
-    """What takes one step more, and returns its milliseconds of processor time."""
+    """A function that runs one step and returns its milliseconds of processor time."""
     keep_heap_from_growing()
     model = build(name, mode, precision, fuse_of("auto", "cpu"))
     seeds = itertools.count()
@@ -105,13 +106,13 @@ def step_of(name: str, mode: Recompute, precision: str) -> Callable[[], float]:
 
 
 def count_bytes(name: str, mode: Recompute, precision: str) -> dict[str, float]:
-    """The layers' activations as in a run, and where each operation keeps what autograd wants."""
+    """The bytes of the layers' activations with chains computed as in a run, and with plain operations."""
     fuses = {"activations": fuse_of("auto", "cpu"), "activations_plain": plainly}
     return {kind: activations(build(name, mode, precision, fuse)) for kind, fuse in fuses.items()}
 
 
 def build(name: str, mode: Recompute, precision: str, fuse: Fuse) -> Decoder:
-    """The model, whose chains are computed by ``fuse``."""
+    """The model, with its chains computed by ``fuse`` and its layers recomputed by ``mode``."""
     with torch.device("meta"):
         model = build_decoder(MODELS[name])
     materialize(model, MODELS[name], 0, "cpu", DTYPES[precision])
@@ -121,14 +122,14 @@ def build(name: str, mode: Recompute, precision: str, fuse: Fuse) -> Decoder:
 
 
 def activations(model: Decoder) -> float:
-    """Bytes that are there when the head begins and were not before the forward pass."""
+    """The bytes of tensors that exist when the head begins and did not before the forward pass."""
     seen: list[int] = []
 
     def look(*_: object) -> None:
         seen.append(ledger.total)
 
     assert isinstance(model.head, nn.Module)
-    # What kernels keep between calls is no activation: here they take new memory, which goes when they are done.
+    # Buffers that kernels keep between calls are no activations: here they get new memory, freed when they are done.
     anew = patch.object(Scratch, "take", lambda self, name, shape, like: like.new_empty(shape))
     with anew, Ledger() as ledger:
         for weight in model.parameters():

@@ -1,6 +1,6 @@
-"""Sides of a comparison, each in processes of its own, in turn: what is theirs, and the JSON line about all of them.
+"""Runs the sides of a comparison in processes of their own, alternately, and prints one JSON line about all of them.
 
-Peers that are packages of their own lie in build/peers, where docs/speed.md has them installed, or in the environment.
+Packages of peers are looked for in build/peers, where docs/speed.md installs them, and in the environment.
 """
 
 import argparse
@@ -23,23 +23,24 @@ PEERS = Path(__file__).parents[1] / "build" / "peers"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of those that are compared."""
+    """One side of a comparison: Roundtable in some variant, or a peer."""
 
     name: str
-    beside: str | None = "ours"  # our side that does the same work; None: it is one of ours
-    compiled: bool = False  # by torch.compile: told apart from eager peers
-    package: str | None = None  # without it the side is left out; None: it needs none
+    beside: str | None = "ours"  # Roundtable's side that does the same work; None: this is one of Roundtable's
+    compiled: bool = False  # by torch.compile; compiled peers have ratios of their own
+    package: str | None = None  # the package that it needs, without which it is left out; None: none
     precisions: tuple[str, ...] = PRECISIONS
 
 
 Figures = dict[str, float]  # tokens_a_cpu_second, peak_gb
-Measure = Callable[[str, int, str], Figures]  # (side, steps, precision) -> those of the process that calls it
+Measure = Callable[[str, int, str], Figures]  # (side, steps, precision) -> the figures of the process that calls it
 
 
 def compare(name: str, script: str, about: str | None, sides: Sequence[Side], measure: Measure) -> None:
-    """Measures ``sides`` in processes of ``script`` and prints one JSON line; such a process prints its figures.
+    """Measures all sides in processes of ``script`` and prints one JSON line.
 
-    A side whose package is not there, or does not run, has a text in the place of figures.
+    With --side, this process measures that side by ``measure`` and prints its figures. A side whose package is missing,
+    or which does not run, has a text in place of figures. ``about`` is the description for --help.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--steps", type=int, default=3)
@@ -70,9 +71,9 @@ def compare(name: str, script: str, about: str | None, sides: Sequence[Side], me
 
 
 def present(sides: Sequence[Side], precision: str) -> tuple[list[Side], dict[str, str]]:
-    """The sides to be measured, and a text for each whose package is not there.
+    """The sides to be measured, and a text for each whose package is missing.
 
-    One of ours is left out where no peer is beside it.
+    Variants of Roundtable that no remaining side is compared with are left out.
     """
     fitting = [side for side in sides if precision in side.precisions]
     installed = {each.name for each in distributions()}
@@ -83,10 +84,11 @@ def present(sides: Sequence[Side], precision: str) -> tuple[list[Side], dict[str
 
 
 def summary(sides: Sequence[Side], found: dict[str, list[Figures]]) -> dict[str, object]:
-    """Each side's medians over its rounds, with a peer's ratios; and the ratios beside the best of the peers.
+    """Each side's medians over its rounds, a peer's ratios, and the ratios against the best of the peers.
 
-    ``ratio`` is our speed over the peer's, and the least of these; ``peak_ratio`` our peak of memory over the peer's,
-    and the largest. Compiled peers have ``compiled_ratio`` and ``compiled_peak_ratio``.
+    ``ratio`` is Roundtable's speed over the peer's, and over all peers the least of these; ``peak_ratio`` is its peak
+    memory over the peer's, and over all peers the largest. Those of compiled peers are ``compiled_ratio`` and
+    ``compiled_peak_ratio``.
     """
     medians = {name: {key: median(each[key] for each in rounds) for key in rounds[0]} for name, rounds in found.items()}
     ratios: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
@@ -112,9 +114,9 @@ def summary(sides: Sequence[Side], found: dict[str, list[Figures]]) -> dict[str,
 def in_turn(
     script: str, sides: Sequence[tuple[str, str]], options: Sequence[str], starts: int, turns: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Each side's figures: its process is started ``starts`` times, since where memory comes to lie moves a figure.
+    """Each side's figures. All sides' processes are started together and measured alternately, ``turns`` times each.
 
-    Started together, the sides take ``turns`` turns each.
+    This is repeated ``starts`` times with new processes, since the placement of memory in a process affects figures.
     """
     found: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
     for _ in range(starts):
@@ -128,10 +130,10 @@ def in_turn(
 def waiting(
     script: str, sides: Sequence[tuple[str, str]], options: Sequence[str]
 ) -> Iterator[Callable[[tuple[str, str]], float]]:
-    """Starts ``script --side NAME NAME OPTIONS`` for each side, one after another; each ``takes_turns`` there.
+    """Starts ``script --side NAME NAME OPTIONS`` for each side; each process calls ``takes_turns``.
 
-    Yields what has a side's process measure once, while the others wait: starts and warm-ups are paid once, and all
-    sides of a round are measured within seconds. On leaving the processes end.
+    Yields a function that lets a side's process measure once, while the others wait, and returns the figure. So starts
+    and warm-ups happen once, and all sides of a round are measured within seconds. The processes end with the context.
     """
     with ExitStack() as stack:
         processes: dict[tuple[str, str], subprocess.Popen[str]] = {}
@@ -156,7 +158,7 @@ def waiting(
 
 
 def takes_turns(measure: Callable[[], float]) -> None:
-    """A side's process: measures once to warm up, then once for each line that comes in, and prints each figure."""
+    """Runs in a side's process: measures once to warm up, then once for each line of stdin, and prints each figure."""
     print(measure(), flush=True)
     for _ in sys.stdin:
         print(measure(), flush=True)

@@ -1,11 +1,11 @@
-"""How even a run's steps are, and what they leave in memory. Prints one JSON line.
+"""Measures how much a run's steps vary in time, and how much memory grows over them. Prints one JSON line.
 
     python benchmarks/steady_steps.py [--steps 60] [--precision fp32|bf16|auto]
 
-The model, the batches and the engine are those of zero_step_speed.py's own side: ZeRO 1, one process, one thread. Of
-steps 10 to 30 (from 0): ``spread``, the standard deviation of their processor time over its mean, and ``farthest``, the
-largest distance of one from the median, over the median. ``growth_mb``: by how much the memory that is resident after
-the last step exceeds the most that was after steps 10 to 30.
+The model, the batches and the engine are those of Roundtable's side of zero_step_speed.py: ZeRO 1, one process, one
+thread. Over steps 10 to 30 (from 0): ``spread``, the standard deviation of their processor time over its mean, and
+``farthest``, the largest distance of one from the median, over the median. ``growth_mb``: by how much the resident
+memory after the last step exceeds the largest after steps 10 to 30.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(precision: str, steps: int) -> tuple[list[float], list[int]]:
-    """Of each step its seconds of processor time, and the bytes that are resident after it."""
+    """The processor seconds of each step, and the resident bytes after each."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -62,7 +62,7 @@ def measure(precision: str, steps: int) -> tuple[list[float], list[int]]:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory."""
+    """The resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

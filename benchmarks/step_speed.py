@@ -1,16 +1,16 @@
-"""Training steps on a CPU, ours beside those of other trainers: tokens a second of processor time. One JSON line.
+"""Times training steps on a CPU beside other trainers: tokens per second of processor time. Prints one JSON line.
 
     python benchmarks/step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
 
 A MoE decoder of 44 million weights, 23 million of them active, of family qwen3_moe (16 experts of width 192, 4 a token;
 vocabulary 16384). A step is forward, loss, backward, clipping and torch's AdamW over one batch of 8 x 512 tokens in
-packed documents, one thread, all in one precision. Each side is a process of its own, in turn; figures are medians over
-rounds, and peaks of resident memory. No side goes through DeepSpeed.
+packed documents, one thread, all in one precision. Each side is a process of its own, run alternately; figures are
+medians over rounds of speed and of peak resident memory. No side goes through DeepSpeed.
 
 ``transformers`` runs its sdpa attention with a mask of documents and its ``grouped_mm`` experts; ``_autocast`` is the
 same with fp32 weights, where bf16 is asked for, and ``_compiled`` has each layer compiled by torch.compile.
 ``megatron_core`` and ``torchtitan`` are measured where they are installed (peer_models.py, docs/speed.md). On a CPU
-torchtitan cannot keep packed documents apart: its rows, and those of ``ours_whole_rows`` beside it, are one document
+torchtitan cannot separate packed documents: its rows, and those of ``ours_whole_rows`` beside it, are one document
 each. Ratios are explained at ``summary`` in sides.py.
 """
 
@@ -30,7 +30,7 @@ from modeling.moe_config import MoEConfig
 from sides import Figures, Side, compare
 
 BATCH, SEQ_LEN = 8, 512
-LENGTHS = (16, 400)  # of documents: drawn evenly between
+LENGTHS = (16, 400)  # document lengths are drawn uniformly between these
 CLIP_NORM = 1.0
 CONFIG = ModelConfig(
     family="qwen3_moe",
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(side: str, steps: int, precision: str) -> Figures:
-    """What ``measure_steps`` finds of a side."""
+    """The figures of one side, as ``measure_steps`` returns them."""
     return measure_steps(partial(build, side, DTYPES[precision]), steps, whole_rows=side in WHOLE_ROWS)
 
 
@@ -84,7 +84,10 @@ def measure_steps(build: "Callable[[], tuple[nn.Module, Loss]]", steps: int, *, 
 
 
 def batch(step: int, *, whole_rows: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, targets, positions and documents (B, S)."""
+    """Random tokens, targets, positions and documents (B, S), determined by ``step``; documents are packed.
+
+    With ``whole_rows`` each row is one document.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens_BS = torch.randint(CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
     positions, documents = [], []
@@ -102,7 +105,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
-    """A side's model, and its loss by a batch."""
+    """A side's model, and a function that computes its loss on a batch."""
     match side:
         case "ours" | "ours_whole_rows":
             return build_ours(CONFIG, dtype)
@@ -124,7 +127,7 @@ def build(side: str, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
 
 
 def build_ours(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Loss]:
-    """Our decoder, and its loss by a batch."""
+    """Roundtable's decoder, and a function that computes its loss on a batch."""
     from launcher.training.compiling import fuse_of
     from launcher.training.heap import keep_heap_from_growing
     from modeling.decoder import build_decoder
@@ -134,7 +137,7 @@ def build_ours(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Loss
     with torch.device("meta"):
         model = build_decoder(config)
     materialize(model, config, 0, "cpu", dtype)
-    keep_heap_from_growing()  # this and the next as in a run
+    keep_heap_from_growing()  # this and the next line are as in a run
     fuse_chains(model, fuse_of("auto", "cpu"))
 
     def loss(tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
@@ -148,9 +151,9 @@ def build_ours(config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Loss
 def build_transformers(
     config: ModelConfig, dtype: torch.dtype, *, autocast: bool = False, compiled: bool = False, has_mask: bool = True
 ) -> tuple[nn.Module, Loss]:
-    """transformers' class of the same sizes, and its loss by a batch; with ``autocast`` products are in bf16.
+    """transformers' class of the same sizes, and a function that computes its loss on a batch.
 
-    Without a mask each row is one document.
+    With ``autocast`` matrix products are in bf16. Without a mask each row must be one document.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

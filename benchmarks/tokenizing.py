@@ -1,4 +1,4 @@
-"""Making token files from a jsonl file, against the tokenizer alone, and beside datatrove and Megatron's way.
+"""Times making token files from a jsonl file, against the tokenizer alone, and beside datatrove and Megatron.
 
     python benchmarks/tokenizing.py [--megabytes 10] [--rounds 3]
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported."""
+    """Whether the package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -91,7 +91,7 @@ def is_installed(package: str) -> bool:
 
 
 def run(args: argparse.Namespace, side: str) -> dict[str, float]:
-    """One side in a fresh process."""
+    """Runs one side in a new process; returns its seconds and tokens."""
     command = [sys.executable, __file__, f"--side={side}", f"--folder={args.folder}"]
     environment = os.environ | {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, side: str) -> dict[str, float]:
 
 
 def write_corpus(args: argparse.Namespace) -> None:
-    """Python's standard library as jsonl, until it has so many megabytes."""
+    """Writes Python's standard library as jsonl, repeated until the file has the megabytes asked for."""
     corpus(args).parent.mkdir()
     n_bytes, paths = 0, sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))
     with corpus(args).open("w") as file:
@@ -111,18 +111,18 @@ def write_corpus(args: argparse.Namespace) -> None:
 
 
 def corpus(args: argparse.Namespace) -> Path:
-    """The jsonl file."""
+    """The path of the jsonl file."""
     return args.folder / "corpus" / "texts.jsonl"
 
 
 def config_of(args: argparse.Namespace) -> DataConfig:
-    """What ``prepare`` is told: one source, nothing held out."""
+    """The data config for ``prepare``: one source, nothing held out."""
     source = SourceConfig(path=str(corpus(args)))
     return DataConfig(sources=(source,), token_dir=str(args.folder / "tokens"), heldout_fraction=0.0)
 
 
 def tokenizer_of(args: argparse.Namespace) -> Path:
-    """The folder of the tokenizer, which is trained once."""
+    """The folder of the tokenizer, which is trained at the first call."""
     config = config_of(args)
     plans = plan_sources(config, VOCAB)
     folder = set_up_tokenizer(config, VOCAB, [(plan.source, plan.shards, plan.key) for plan in plans])
@@ -143,7 +143,7 @@ def time_side(args: argparse.Namespace) -> dict[str, float]:
 
 
 def alone(args: argparse.Namespace, out: Path) -> Callable[[], int]:
-    """The tokenizer's own work; ends of documents are counted, as the others write them."""
+    """A function that only tokenizes; returns the number of tokens, with one for the end of each document."""
     tokenizer, batches, n_characters = load_fast(tokenizer_of(args)), [[]], 0
     texts = [json.loads(line)["text"] for line in corpus(args).open()]
     for text in texts:
@@ -163,7 +163,7 @@ def alone(args: argparse.Namespace, out: Path) -> Callable[[], int]:
 
 
 def ours(args: argparse.Namespace, out: Path) -> Callable[[], int]:
-    """A worker's shards, one after another."""
+    """A function that writes all shards as a worker of ``prepare`` does; returns the number of tokens."""
     config = config_of(args)
     (plan,) = plan_sources(config, VOCAB)
     tasks = _begin_source(config, plan, tokenizer_of(args))
@@ -178,7 +178,7 @@ def ours(args: argparse.Namespace, out: Path) -> Callable[[], int]:
 
 
 def datatrove(args: argparse.Namespace, out: Path) -> Callable[[], int]:
-    """Its pipeline's two steps."""
+    """A function that runs datatrove's reader and tokenizer; returns the number of tokens."""
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
     from loguru import logger
@@ -197,7 +197,7 @@ def datatrove(args: argparse.Namespace, out: Path) -> Callable[[], int]:
 
 
 def megatron(args: argparse.Namespace, out: Path) -> Callable[[], int]:
-    """A text at a time, by transformers' tokenizer, into Megatron's builder."""
+    """A function that tokenizes one text after another into Megatron's builder; returns the number of tokens."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from transformers import AutoTokenizer
 

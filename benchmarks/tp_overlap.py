@@ -1,12 +1,13 @@
-"""What `parallel.tp_overlap` hides: a layer on two gloo processes, and a traced micro-batch at an H200's stated rates.
+"""Shows the effect of `parallel.tp_overlap`, measured on two gloo processes or traced for an H200.
 
     python benchmarks/tp_overlap.py [--steps 20] [--traced]
 
 Prints one JSON line. Measured: milliseconds of wall and of processor time, forward and backward, of a dense layer over
-4096 tokens of d_model 512 in fp32, cut over two processes, on and off in turn within the same processes; medians of
-rank 0; each is the first one every second time. There the reduce-scatter is work of the same processors. Traced: for
-one rank of tp 8 and the layers of Llama 3 8B, what the reduce-scatters take that weights' gradients are computed
-beside, and those, both as the estimate counts them; the smaller one can be hidden. That is no measurement.
+4096 tokens of d_model 512 in fp32, cut over two processes, on and off alternately within the same processes, each first
+every second time; medians of rank 0. There the reduce-scatter is work of the same processors. Traced: for one rank of
+tp 8 and the layers of Llama 3 8B at an H200's published rates, the time of the reduce-scatters that overlap with the
+computation of weights' gradients, and the time of that computation, both as the estimate counts them; the smaller of
+the two can be hidden. The traced figures are not measurements.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def measure(steps: int) -> dict[str, float]:
-    """Of one process: milliseconds with and without."""
+    """The milliseconds with and without overlap on this process. All ranks call it."""
     import torch
 
     from in_turn import time_in_turn
@@ -76,7 +77,7 @@ def measure(steps: int) -> dict[str, float]:
 
 
 def traced() -> dict[str, Any]:
-    """Milliseconds of one micro-batch: what a reduce-scatter of each kind of block takes, and what is beside it."""
+    """Traced milliseconds of a micro-batch, of the reduce-scatter of each kind of block, and of the work beside it."""
     from launcher.estimate.device import open_device
 
     open_device()
@@ -120,7 +121,7 @@ def traced() -> dict[str, Any]:
         "micro_batch_ms": round(1e3 * now[0], 2),
         "collectives_ms": round(1e3 * over_tp[0], 2),
         "layers": config.model.n_layers,
-        **dict(zip(("feed-forward", "attention"), found, strict=False)),  # of the last layer, whose turn is first
+        **dict(zip(("feed-forward", "attention"), found, strict=False)),  # of the last layer, which comes first
     }
 
 

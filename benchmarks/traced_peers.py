@@ -1,8 +1,8 @@
-"""A micro-batch's time by the traced model: ours, eager and compiled, beside `transformers`' own eager models.
+"""Estimates a micro-batch's time by tracing: Roundtable, eager and compiled, beside `transformers`' own eager models.
 
     python benchmarks/traced_peers.py [--gpu H200]
 
-Prints one JSON line: see traced/peers.py.
+Prints one JSON line, which traced/peers.py explains.
 """
 
 import sys
@@ -14,7 +14,7 @@ from launcher.estimate.device import NoShim, open_device
 
 
 def main() -> None:
-    """Makes the device before anything imports torch, and traces."""
+    """Opens the fake CUDA device before anything imports torch, and traces."""
     try:
         open_device()
     except NoShim as error:

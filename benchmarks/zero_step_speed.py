@@ -1,12 +1,13 @@
-"""Training steps on a CPU through DeepSpeed ZeRO 1, one process each: tokens a second of processor time. One JSON line.
+"""Times training steps on a CPU through DeepSpeed ZeRO 1, in tokens per second of processor time. One JSON line.
 
     python benchmarks/zero_step_speed.py [--steps 3] [--rounds 3] [--precision fp32|bf16|auto]
 
 The model, the batches and transformers' class are those of step_speed.py, in fp32 or in bf16 with fp32 masters, torch's
-AdamW and clipping at 1. Ours is the engine of a training run, with what a run sets for its process. Theirs is
+AdamW and clipping at 1. ``ours`` is the engine of a training run, in a process set up as by a run. The peers are
 DeepSpeed's own engine around the class, in bf16 with its default of bf16 gradients (``transformers``) and with fp32
-sums of gradients as ours (``transformers_fp32_sums``). Each side is a process of its own, in turn; figures are medians
-over rounds. ``ratio`` is our speed over that of the fastest peer, ``peak_ratio`` our peak over the smallest one.
+sums of gradients as in Roundtable (``transformers_fp32_sums``). Each side is one process of its own, run alternately;
+figures are medians over rounds. ``ratio`` is Roundtable's speed over that of the fastest peer, ``peak_ratio`` its peak
+memory over the smallest peer's.
 """
 
 import os
@@ -52,14 +53,14 @@ def measure(side: str, steps: int, precision: str) -> Figures:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def open_ours(precision: str) -> Callable[[int], None]:
-    """One update of our engine, by its number."""
+    """A function that runs one update of Roundtable's engine on the batch of the given number."""
     from launcher.config.tree import RunConfig
     from launcher.training.compiling import fuse_of
     from launcher.training.loop import prepare_process
@@ -94,8 +95,8 @@ def open_ours(precision: str) -> Callable[[int], None]:
 
 
 def open_theirs(precision: str, *, fp32_sums: bool) -> Callable[[int], None]:
-    """One update of transformers' class in DeepSpeed's engine, by its number."""
-    import parallel.zero.patches  # noqa: F401  (else DeepSpeed builds a collective by a compiler)
+    """A function that runs one update of transformers' class in DeepSpeed's engine on the batch of the given number."""
+    import parallel.zero.patches  # noqa: F401  (without it DeepSpeed compiles a collective of its own)
 
     # isort: split
 

@@ -1,4 +1,4 @@
-"""The models and layouts of the dry run: one rank of each."""
+"""The cases of the dry run: models and layouts, one rank of each."""
 
 import dataclasses
 import itertools
@@ -37,12 +37,12 @@ class Case:
     most_waits: int = 0
     fuse: Fuse = plainly
     products: Products = AS_THEY_ARE
-    offloads: bool = False  # activations go to the host, on streams of their own
-    row_block: int | None = None  # queries of a piece of rows, where scores are made in such
+    offloads: bool = False  # activations are offloaded to the host, on streams of their own
+    row_block: int | None = None  # queries in one piece, where attention scores are computed in pieces of rows
 
 
 def fitting(config: ModelConfig) -> ModelConfig:
-    """Widths that grouped products take in 16 bits, and heads that eight ranks can share."""
+    """The config with widths that grouped products accept in 16 bits, and sizes that eight ranks can share."""
     changes: dict[str, Any] = {"vocab_size": 64, "d_ff": 48, "n_layers": 2}
     if config.moe is not None:
         widths = {"d_ff": 3 * WIDTH_UNIT, "n_experts": 8, "n_groups": min(config.moe.n_groups, 2), "top_k": 2}
@@ -51,7 +51,7 @@ def fitting(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **changes)
 
 
-# Those of the families that the fast part has, whatever families come between them: dtype, padding, recompute.
+# Settings (dtype, padding, recompute) of families in the fast part, fixed so that new families do not change them.
 CHOSEN: dict[FamilyName, tuple[str, bool, Recompute]] = {
     "gpt2": ("bf16", True, "selective"),
     "bloom": ("bf16", True, "full"),
@@ -62,7 +62,7 @@ CHOSEN: dict[FamilyName, tuple[str, bool, Recompute]] = {
 
 
 def cases() -> Iterator[Case]:
-    """Each family with each of the others' settings somewhere, and the layouts of a dense and of a MoE model."""
+    """All cases: each family, with each setting in some of them, and the layouts of a dense and of a MoE model."""
     settings = itertools.cycle(itertools.product(("bf16", "fp16"), (True, False), RECOMPUTE))
     for family in FAMILIES:
         config = fitting(example_config(family))
@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
     yield Case("tied", tied)
     yield Case("fp32", tied, dtype="fp32")
     lengths = LongRopeScaling(original_seq_len=64, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
-    for scaling in (lengths, DynamicScaling(original_seq_len=64)):  # both go by the length of a pass
+    for scaling in (lengths, DynamicScaling(original_seq_len=64)):  # both depend on the length of a pass
         name = "llama " + scaling.name
         yield Case(name, dataclasses.replace(tied, family="none", d_head=8, rope_scaling=scaling))
     yield from with_auxiliary_losses()
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
 
 
 def with_auxiliary_losses() -> Iterator[Case]:
-    """Losses that join in the backward pass: of balance, of routers' logits, of further tokens; and dropped numbers."""
+    """Cases with auxiliary losses (balance, z-loss of routers, multi-token prediction) and dropout."""
     config = fitting(example_config("deepseek_v3"))
     assert config.moe is not None
     moe = dataclasses.replace(config.moe, balance=SequenceAuxBalance(), z_loss=1e-3)
@@ -106,7 +106,7 @@ def with_auxiliary_losses() -> Iterator[Case]:
 
 
 def in_pieces() -> Iterator[Case]:
-    """Scores that no kernel knows, in pieces of rows: caps, slopes, buckets, dropped weights, sinks in fp32."""
+    """Cases with scores that no kernel supports, computed in pieces of rows: caps, slopes, buckets, dropout, sinks."""
     shared: dict[str, Any] = {"padding": True, "row_block": 5}
     yield Case("gemma2 in pieces", fitting(example_config("gemma2")), **shared, recompute="selective")
     none = fitting(example_config("llama"))
@@ -118,7 +118,7 @@ def in_pieces() -> Iterator[Case]:
 
 
 def in_8_bits() -> Iterator[Case]:
-    """Products of 8 bits, dense and of experts, with factors cut in one kernel or in many, and sent over ep."""
+    """Cases with fp8 products, dense and of experts, compiled or not, alone and over ep."""
     dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
     assert experts.moe is not None
     experts = dataclasses.replace(experts, moe=dataclasses.replace(experts.moe, d_ff=2 * UNIT))
@@ -131,7 +131,7 @@ def in_8_bits() -> Iterator[Case]:
 
 
 def on_the_host() -> Iterator[Case]:
-    """Activations that go to the host and back, of what each mode of recomputation keeps, and under ep and tp."""
+    """Cases with activations offloaded to the host, for each mode of recomputation, alone and under ep and tp."""
     dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))
     for recompute, fuse in zip(RECOMPUTE, itertools.cycle((plainly, compiled)), strict=False):
         shared: dict[str, Any] = {"recompute": recompute, "fuse": fuse, "offloads": True}
@@ -145,7 +145,7 @@ def on_the_host() -> Iterator[Case]:
 
 
 def layouts() -> Iterator[Case]:
-    """One rank of each axis alone and of some together. A ring goes by tiles in fp32, and with slopes."""
+    """Cases with one axis alone and with several together; ring attention works on tiles in fp32 and with slopes."""
     ring = {"parallel": ParallelConfig(cp=2, cp_attention="ring"), "world_size": 2, "rank": 1}
     yield Case("llama fp32 cp2 ring tiles", fitting(example_config("llama")), dtype="fp32", most_waits=1, **ring)
     dense, experts = fitting(example_config("qwen3")), fitting(example_config("qwen3_moe"))

@@ -1,10 +1,11 @@
-"""A training step's forward and backward passes over fake CUDA tensors: what a GPU would be asked to do, without one.
+"""Runs a training step's forward and backward passes over fake CUDA tensors, to check without a GPU what one would do.
 
-`python cuda_dry_run.py` prints a JSON object: for cases their problems, for full-sized layers their figures, and what a
-case and a layer are like under planted faults; with `--whole`, for all of them, otherwise for FAST and its like.
+`python cuda_dry_run.py` prints a JSON object: the problems of each case, the figures of full-sized layers, and the
+problems and figures under planted faults; with `--whole`, for all cases, otherwise for FAST, FAST_LAYERS and
+FAST_WORLDS.
 
-An operation whose result's size or value depends on data raises: there the host would wait for the GPU. Those few that
-may are in WAITS, with the reason.
+An operation whose result's size or value depends on data raises, since the host would wait for the GPU there. The few
+operations that may do so are listed in WAITS, with the reason.
 """
 
 import contextlib
@@ -60,15 +61,15 @@ from small_models import IGNORE, example_config, packed_rows
 from stream_races import Races
 
 GPU = torch.device("cuda", 0)
-SEQ_LEN = 32  # of what is compared with closed forms
-LENGTHS = ([7, 1, 24], [32], [3, 9, 20], [30, 2])  # of documents; 32 tokens a sequence
+SEQ_LEN = 32  # in comparisons with closed forms
+LENGTHS = ([7, 1, 24], [32], [3, 9, 20], [30, 2])  # document lengths in each sequence of 32 tokens
 # Where the host may wait for the GPU.
 WAITS = {
     "sizes_on_host": "all-to-all is told by the host how many rows go where: once a layer with experts, under ep alone",
     "plan_ring": "which tiles of a sequence see each other: once a micro-batch and window, where a ring goes by tiles",
 }
 SIZES = dataclasses.replace(DEFAULT_SIZES, page_bytes=1 << 12, least_offloaded_bytes=1 << 9)
-# What runs with every `make test`: kinds of norms, attention, positions and experts, each axis, 8 bits, and the host.
+# Cases that run with every `make test`: kinds of norms, attention, positions and experts, each axis, fp8 and offload.
 FAST = (
     "gemma2 fp16 padding=True recompute=feed_forward compiled",
     "deepseek_v3 bf16 padding=True recompute=full compiled",
@@ -93,7 +94,7 @@ FAST_WORLDS = ("alone", "ep2", "pp2")
 
 
 class Waited:
-    """How often the host has waited for the GPU, where it may."""
+    """Counts how often the host waits for the GPU in the functions of WAITS."""
 
     def __init__(self, case: Case) -> None:
         self.times = 0
@@ -102,9 +103,9 @@ class Waited:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Gives the functions of WAITS results of the right shape: equal parts, all tiles seen in part.
+        """A context in which the functions of WAITS return results of the right shape: equal parts, all tiles.
 
-        Copies from the host are made without page-locked memory, of which fake tensors know nothing.
+        Copies from the host are made without page-locked memory, which fake tensors do not support.
         """
         sizes_on_host, plan_ring, to_device = expert.sizes_on_host, ring.plan_ring, ring_pieces.to_device
 
@@ -127,7 +128,7 @@ class Waited:
 
 
 def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
-    """Real rows, cut for this rank; with dropout's draws, and what modules of further tokens are given."""
+    """Real rows, cut for this rank, with dropout's draws and the inputs of multi-token-prediction modules."""
     rows = packed_rows(config.vocab_size, 0, LENGTHS)
     rows_B, places_S = (torch.arange(n) for n in rows.tokens_BS.shape)
     further: dict[str, Any] = {"draws": Draws(0, 1, rows_B, places_S) if config.has_dropout else None}
@@ -144,7 +145,7 @@ def batch_on_host(config: ModelConfig, padding: bool, mesh: Mesh) -> MicroBatch:
 
 
 def run(case: Case) -> list[str]:
-    """What is wrong with the case; nothing where all is as it should be."""
+    """Runs one case; returns a line for each problem."""
     waited = Waited(case)
     with contextlib.ExitStack() as stack:
         if case.world_size > 1:
@@ -175,7 +176,7 @@ def run(case: Case) -> list[str]:
 
 
 def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None) -> Output:
-    """A micro-batch's two passes through the part of a decoder that is here."""
+    """Runs a micro-batch's forward and backward pass through this rank's part of a decoder; returns its output."""
     inputs = batch.tokens_BS if hidden_BSD is None else hidden_BSD
     has_head = model.head is not None
     ahead = batch.ahead if has_head else ()
@@ -187,14 +188,14 @@ def backward(model: Decoder, batch: MicroBatch, hidden_BSD: Tensor | None = None
 
 
 def stream_problems(races: Races) -> list[str]:
-    """Copies to the host and back have to be there, each on a stream of its own."""
+    """A problem unless there are copies to the host and back, each direction on a stream of its own."""
     if len(races.operations) == 3 and races.operations["stream 1"] >= races.operations["stream 2"] > 0:
         return []
     return [f"copies are not on two streams: {dict(races.operations)}"]
 
 
 def gradient_problems(model: Decoder, dtype: torch.dtype) -> list[str]:
-    """Each weight's gradient: there, and of the weight's device, dtype and shape."""
+    """A line for each weight without a gradient, or with one of another device, dtype or shape."""
     found = []
     for name, weight in model.named_parameters():
         grad = weight.grad
@@ -206,7 +207,7 @@ def gradient_problems(model: Decoder, dtype: torch.dtype) -> list[str]:
 
 
 def sums_problems(config: ModelConfig, output: Output, mesh: Mesh) -> list[str]:
-    """The step's sums are added up over all ranks on the GPU: nothing of them comes to the host before."""
+    """Problems where the step's sums are not summed over the ranks on the GPU, or reach the host before."""
     sums = Sums(config)
     with on_host() as made:
         sums.add(output)
@@ -216,14 +217,14 @@ def sums_problems(config: ModelConfig, output: Output, mesh: Mesh) -> list[str]:
 
 
 def wait_problems(case: Case, waited: Waited) -> list[str]:
-    """More waits than the case may have."""
+    """A problem where the host waits for the GPU more often than the case allows."""
     if waited.times <= case.most_waits:
         return []
     return [f"the host waits {waited.times} times, and may {case.most_waits}"]
 
 
 def problems_of(work: Callable[[], list[str]]) -> list[str]:
-    """What the work finds, or its exception in a line."""
+    """The problems that ``work`` returns, or its exception as one line."""
     try:
         return work()
     except Exception as error:
@@ -233,7 +234,7 @@ def problems_of(work: Callable[[], list[str]]) -> list[str]:
         return [f"{type(error).__name__} at {where}: {str(error).splitlines()[0][:200] if str(error) else ''}"]
 
 
-# Published shapes, of which one layer's figures are the difference between models of two layers and of one.
+# Models of published shapes; the figures of a layer are the difference between models of two layers and of one.
 LAYERS = {
     "dense 8B": ModelConfig(
         vocab_size=128256, d_model=4096, n_layers=2, n_heads=32, n_kv_heads=8, d_head=128, d_ff=14336
@@ -258,7 +259,7 @@ RING, EP8 = ParallelConfig(cp=4, cp_attention="ring"), ParallelConfig(ep=8)
 def layer_figures(config: ModelConfig, fuse: Fuse = plainly, parallel: ParallelConfig = PLAIN) -> dict[str, Figures]:
     """Launches, bytes and FLOPs of one layer's forward and backward passes over a sequence of FULL_LENGTH.
 
-    With ``ep`` or ``cp`` above one on the last rank of so many; experts are evenly loaded.
+    With ``ep`` or ``cp`` above one, they are those of the last rank; experts are evenly loaded.
     """
     with contextlib.ExitStack() as stack:
         mesh, n_ranks = lone_mesh(GPU), parallel.ep * parallel.cp
@@ -271,7 +272,7 @@ def layer_figures(config: ModelConfig, fuse: Fuse = plainly, parallel: ParallelC
 
 
 def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh, parallel: ParallelConfig) -> dict[str, Figures]:
-    """Those of a whole model."""
+    """Launches, bytes and FLOPs of a whole model's forward and backward passes over a sequence of FULL_LENGTH."""
     rows = packed_rows(64, 0, [[FULL_LENGTH]])
     batch = cut_micro_batch(
         rows.tokens_BS, rows.tokens_BS, rows.positions_BS, rows.documents_BS, mesh, 1.0, 1.0, has_padding=False
@@ -292,12 +293,12 @@ def passes(config: ModelConfig, fuse: Fuse, mesh: Mesh, parallel: ParallelConfig
     return {"forward": Figures.of(forward.ops), "backward": Figures.of(back.ops)}
 
 
-# A micro-batch whose time the traced model tells: the layers of such a model, sequences, positions.
+# Micro-batches whose time is traced: the model's number of layers, sequences, positions.
 MICRO_BATCHES = {"dense 8B": (16, 1, 8192), "MoE 30B-A3B": (6, 2, 4096)}
 
 
 def micro_batch_ms(name: str) -> float:
-    """The least time of a micro-batch on an H200, forward and backward, compiled as train.compile=auto has it."""
+    """The least milliseconds of a micro-batch's passes on an H200, compiled as with train.compile=auto."""
     n_layers, size, seq_len = MICRO_BATCHES[name]
     empty, rates, by_depth = RunConfig(), read_hardware("H200").rates({}), []
     for depth in (1, 2):
@@ -311,7 +312,7 @@ def micro_batch_ms(name: str) -> float:
     return 1e3 * (by_depth[0] + (n_layers - 1) * (by_depth[1] - by_depth[0]))
 
 
-# Worlds of which one rank, or all stages together, multiply what the whole model does for one micro-batch.
+# Layouts in which the listed ranks together compute the products of the whole model for one micro-batch.
 WORLDS = {
     "alone": (PLAIN, 1, (0,)),
     "ep2": (ParallelConfig(ep=2), 2, (1,)),
@@ -321,7 +322,7 @@ WORLDS = {
 
 
 def counted_flops(config: ModelConfig, parallel: ParallelConfig, world_size: int, ranks: tuple[int, ...]) -> Any:
-    """[traced, closed form] of one micro-batch's products, and of attention's scores; and what belongs to no part."""
+    """[traced, closed form] FLOPs of a micro-batch's products and of attention; and the share of bytes in no part."""
     empty = RunConfig()
     run = dataclasses.replace(
         empty,
@@ -333,7 +334,7 @@ def counted_flops(config: ModelConfig, parallel: ParallelConfig, world_size: int
     ops = [op for rank in ranks for op in trace_rank(run, world_size, rank).ops]
     tokens = 2 * SEQ_LEN
     scores = 2 * len(config.all_layers) * config.n_heads * (config.qk_head_dim + config.v_head_dim)
-    seen = (SEQ_LEN + 1) / 2  # keys, by a causal kernel; and its backward pass multiplies two and a half times as often
+    seen = (SEQ_LEN + 1) / 2  # mean keys in a causal kernel, whose backward pass has two and a half times the FLOPs
     products = 3 * 2 * (sum(multiplied_by_layer(config)) + config.vocab_size * config.d_model)
     return {
         "products": [sum(op.work.flops for op in ops if "product" in op.work.kind), tokens * products],

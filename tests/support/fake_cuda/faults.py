@@ -1,4 +1,4 @@
-"""Mistakes that only a GPU would show, planted for the dry run."""
+"""Faults that show only on a GPU, planted to see that the dry run detects them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from parallel.offload import OnStreams
 
 
 def _host_tensor(original: Any) -> Any:
-    """The norm's factor comes from the host."""
+    """A norm multiplies by a factor that lies on the host."""
 
     def forward(self: Any, hidden: Any) -> Any:
         return original(self, hidden) * torch.ones(hidden.shape[-1], device="cpu")
@@ -25,12 +25,12 @@ def _host_tensor(original: Any) -> Any:
 
 
 def _number(original: Any) -> Any:
-    """A layer copies a number to the device."""
+    """A layer copies a number to the device, for which the host waits."""
     return lambda self, hidden: original(self, hidden) * torch.tensor(1.0, dtype=hidden.dtype, device=hidden.device)
 
 
 def _item(original: Any) -> Any:
-    """A layer looks at a value."""
+    """A layer reads a value back from the device."""
 
     def forward(self: Any, hidden: Any) -> Any:
         out = original(self, hidden)
@@ -40,22 +40,22 @@ def _item(original: Any) -> Any:
 
 
 def _copy(original: Any) -> Any:
-    """A layer's input is copied."""
+    """A layer copies its input, which costs time but is no mistake."""
     return lambda self, hidden: original(self, hidden.clone())
 
 
 def _bincount(_: Any) -> Any:
-    """Counts whose size depends on the values."""
+    """Experts' counts are made by an operation whose result's size depends on values."""
     return lambda indices_TK, n_experts: torch.bincount(indices_TK.flatten(), minlength=n_experts)
 
 
 def _on_host(original: Any) -> Any:
-    """The step's sums are fetched before they are added up over the ranks."""
+    """The step's sums are fetched to the host before they are summed over the ranks."""
     return lambda self, *given: original(self, *given).cpu()
 
 
 def _bounds_of_device(original: Any) -> Any:
-    """A ring reads where documents begin from the device."""
+    """Ring attention reads the bounds of documents from the device."""
 
     def pieces(self: Any, window: int | None, axis: Any) -> Any:
         self.whole.bounds = self.whole.cu_seqlens[0].tolist()
@@ -65,28 +65,28 @@ def _bounds_of_device(original: Any) -> Any:
 
 
 def _pieces_on_host(original: Any) -> Any:
-    """The bounds of a ring's pieces stay on the host."""
+    """The bounds of ring attention's pieces stay on the host."""
     return lambda *arguments: original(*arguments[:-1], torch.device("cpu"))
 
 
 def _host_waits(_: Any) -> Any:
-    """The host, not the computing stream, waits for a copy."""
+    """The host waits for a copy, instead of the computing stream."""
     return lambda self, mark: mark.synchronize()
 
 
 def _waits_for_nothing(_: Any) -> Any:
-    """Nobody waits for copies."""
+    """Nothing waits for copies."""
     return lambda self, mark: None
 
 
 class Fault(NamedTuple):
-    """What is replaced by what, and the case that shows it."""
+    """One fault: the attribute of ``owners`` that is replaced, its replacement, and the case that shows it."""
 
     owners: tuple[Any, ...]
     attribute: str
     replaced: Callable[[Any], Any]
     case: str
-    is_slower: bool = False  # no mistake but a cost
+    is_slower: bool = False  # it costs time, but is no mistake
 
 
 RING = "qwen3_moe cp2 ring rank 1 recompute=none"
@@ -106,7 +106,7 @@ FAULTS = {
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """With the fault."""
+    """A context in which the fault is planted."""
     fault = FAULTS[name]
     originals = [getattr(owner, fault.attribute) for owner in fault.owners]
     for owner, original in zip(fault.owners, originals, strict=True):

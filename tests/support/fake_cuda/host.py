@@ -1,4 +1,4 @@
-"""What goes between the host and a fake GPU: results that are left on the host, and copies that it waits for."""
+"""Watches for results that lie on the host instead of a fake GPU, and for copies to it that the host waits for."""
 
 import contextlib
 import traceback
@@ -27,13 +27,13 @@ class _HostWatch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def on_host() -> Iterator[list[str]]:
-    """The operations within whose result lies on the host."""
+    """A context that collects the names of operations whose results lie on the host."""
     made: list[str] = []
     with _HostWatch(made):
         yield made
 
 
-MADE_OF_NUMBERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # torch's names: of Python's numbers, or of arrays
+MADE_OF_NUMBERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # torch functions that take numbers or arrays
 
 
 class _CopyWatch(TorchFunctionMode):
@@ -53,7 +53,7 @@ class _CopyWatch(TorchFunctionMode):
 
 @contextlib.contextmanager
 def copies_to_device() -> Iterator[list[str]]:
-    """The copies within to the device that a CUDA device's host waits for: their source is not page-locked."""
+    """A context that collects copies to the device that the host would wait for, their source not being page-locked."""
     waits: list[str] = []
     with _CopyWatch(waits):
         yield waits
