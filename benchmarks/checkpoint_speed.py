@@ -1,25 +1,26 @@
-"""Saving and loading against the disk, a memory copy, and torch.distributed.checkpoint.
+"""Times saving and loading against the disk, a memory copy, and torch.distributed.checkpoint.
 
     python benchmarks/checkpoint_speed.py [--million-parameters 90] [--rounds 3] [--folder DIR]
 
 Two processes hold one model's fp32 masters and Adam moments under ZeRO 1 (12 bytes a parameter, half on each). Each
-round starts fresh processes, in which all sides take turns, TURNS times, on the same tensors and the same disk; between
-sides the disk is left idle (sync). A side's time is that of the slower process, the fastest of its turns. Ratios are
-medians over the rounds:
+round starts new processes, in which all sides take turns, TURNS times, on the same tensors and the same disk; between
+sides the disk is left idle (sync). A side's time is that of the slower process, and of its turns the fastest counts.
+Ratios are medians over the rounds:
 
 - save: bytes a second of the synchronous save (hash, fsync, certificate, commit) / of two writers of the same bytes
   from one buffer into new files, with fsync, through the page cache or past it, whichever is faster;  at least 0.7
-- hold: what training waits for in an asynchronous save / the synchronous save (at most 0.1): the call, and before an
-  update that comes after STEP_SECONDS of forward and backward passes (here: of matrix products)
-- stall: the same where the update comes at once / a copy of the same bytes from the same tensors into one buffer (at
-  most 1.2)
+- hold: the time that training waits for an asynchronous save / that of the synchronous save (at most 0.1): in the call,
+  and before an update that comes after STEP_SECONDS of forward and backward passes (here: of matrix products)
+- stall: that time where the update comes at once / that of a copy of the same bytes from the same tensors into one
+  buffer (at most 1.2)
 - load: bytes a second of load_state until masters and moments are in place and every hash is checked / of reading the
-  same files into memory that is there; at least 0.6. cold: the files' pages were dropped from the page cache before
-  either side; warm: they are all in it.
-- dcp_*: torch.distributed.checkpoint of the same tensors, one file each, synced, over ours (above 1: ours is faster)
+  same files into memory that is allocated already; at least 0.6. cold: the files' pages were dropped from the page
+  cache before either side; warm: they are all in it.
+- dcp_*: the time of torch.distributed.checkpoint for the same tensors, one file for each rank, synced, over that of
+  Roundtable (above 1: Roundtable is faster)
 
-``*_extra_mib`` is how far a process's resident memory rose above what it was before the call, at most, in calls that
-are not timed. Prints one JSON line.
+``*_extra_mib`` is the largest rise of a process's resident memory above its value before the call, in calls that are
+not timed. Prints one JSON line.
 """
 
 import argparse

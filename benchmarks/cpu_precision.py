@@ -17,7 +17,7 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_precision(asked: str) -> dict[str, str | float]:
-    """The entries of a JSON line: ``precision``, fp32 or bf16; and ``bf16_speed`` where it was chosen here.
+    """The entries of a JSON line: ``precision``, fp32 or bf16; for "auto" also ``bf16_speed``.
 
     ``bf16_speed`` is the speed of a product in bf16, fp32's being 1.
     """

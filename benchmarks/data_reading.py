@@ -4,14 +4,14 @@
 
 A shape is samples x tokens x files; without one, all of docs/data.md's table. Kinds: plain; packed (by best fit);
 masked (half of the tokens are no targets); fim (half of the documents' parts are rearranged); cached (token files at a
-URL, whose blocks lie in the cache). Sides run in processes of their own, in turn, on the same files and the same
-windows in the same order:
+URL, whose blocks lie in the cache). Sides run in processes of their own, one after another, on the same files and the
+same windows in the same order:
 
     copy     each window of seq_len + 1 tokens from a numpy memmap into an int64 array, one new array a batch
     read     Dataset.read and the batch's tokens as int64
-    thread   what the thread that reads ahead does for a step: Dataset.read, ids looked at, documents found
-    step     what the step makes of that on its device, here the CPU: all arrays; the reading is not timed
-    all      Dataset.read and all of the batch's arrays on the host, as a rank of cp or tp is given them
+    thread   the work of the thread that reads ahead for a step: Dataset.read, ids checked, documents found
+    step     the step's own work on its device, here the CPU: making all arrays; the reading is not timed
+    all      Dataset.read and all of the batch's arrays on the host, as a rank of cp or tp gets them
 
 Speeds are million tokens per CPU second; ``ratio`` (of the read), ``thread_ratio``, ``step_ratio`` and ``all_ratio``
 are the medians over the rounds of a side's time / the copy's. Prints one JSON line.

@@ -2,21 +2,22 @@
 
     python benchmarks/reading_peers.py [--shape 8x2048] [--tokens 20000000] [--rounds 3]
 
-Each side reads one pass over the same token ids, batch after batch, in a process of its own, in turn; what is timed is
-the CPU time of all of its threads, from the second batch on (opening, and indices of shuffles, are not). Sides:
+Each side reads one pass over the same token ids, batch after batch, in a process of its own; sides run one after
+another. The CPU time of all its threads is measured from the second batch on, without opening and indices of shuffles.
+Sides:
 
     ours                 Dataset.read and all of a batch's arrays: tokens, targets, positions and documents
     ours_tokens          Dataset.read and the tokens alone
     datatrove            DatatroveFolderDataset from the first window to the last, as it is meant to be read: tokens
-    datatrove_mixed      the same at random windows
-    datatrove_positions  from the first window to the last, with positions that begin anew at each document
-    litdata              StreamingDataset, shuffled, with TokensLoader: tokens, made int64
-    megatron             GPTDataset, shuffled: tokens, labels, and masks and positions that know no documents
-    megatron_reset       the same with positions that begin anew at each document, and no loss at its end
+    datatrove_mixed      DatatroveFolderDataset at random windows: tokens
+    datatrove_positions  from the first window to the last, with positions that restart at each document
+    litdata              StreamingDataset, shuffled, with TokensLoader: tokens, converted to int64
+    megatron             GPTDataset, shuffled: tokens, labels, and masks and positions that ignore documents
+    megatron_reset       GPTDataset with positions that restart at each document, and no loss at its end
 
-A peer's samples are put together by torch's default_collate. ``times_ours`` is the median over the rounds of a side's
-CPU seconds a token / ours, of the tokens alone where a peer gives no more; above 1 ours is ahead. A peer that is not
-installed is named as such. Prints one JSON line.
+A peer's samples are collated by torch's default_collate. ``times_ours`` is the median over the rounds of a side's
+CPU seconds per token / those of Roundtable, of its tokens alone where a peer gives no more; above 1 Roundtable is
+faster. A peer that is not installed is named as such. Prints one JSON line.
 """
 
 import argparse

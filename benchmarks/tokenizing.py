@@ -2,8 +2,9 @@
 
     python benchmarks/tokenizing.py [--megabytes 10] [--rounds 3]
 
-The corpus is Python's standard library, a record a file, again and again; the tokenizer, of 8192 ids, is trained on it.
-Each side runs in a process of its own, in turn, with one thread; what is timed is CPU time, after imports. Sides:
+The corpus is Python's standard library, one record for each file, repeated; the tokenizer, of 8192 ids, is trained on
+it. Each side runs in a process of its own with one thread, one side after another; CPU time is measured, after imports.
+Sides:
 
     alone      tokenizers' encode_batch_fast of all texts, which lie in memory, in batches as ``prepare`` makes them
     ours       what a worker of ``prepare`` does with a shard: read, hash, tokenize, write, sync, hash
@@ -11,8 +12,9 @@ Each side runs in a process of its own, in turn, with one thread; what is timed 
     megatron   json.loads, the tokenizer called for each text, IndexedDatasetBuilder: what its tools/preprocess_data.py,
                which its package leaves out, does in each of its processes
 
-``share_of_alone`` is the median over the rounds of the tokenizer's CPU time a token / ours; ``times_ours`` that of a
-peer's / ours, above 1 ours is ahead. A peer that is not installed is named as such. Prints one JSON line.
+``share_of_alone`` is the median over the rounds of the tokenizer's CPU time per token / Roundtable's; ``times_ours``
+that of a peer's / Roundtable's, above 1 where Roundtable is faster. A peer that is not installed is named as such.
+Prints one JSON line.
 """
 
 import argparse

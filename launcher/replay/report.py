@@ -18,7 +18,7 @@ from launcher.replay.rank import Found
 from launcher.replay.seen import StepSeen
 from parallel.mesh import Degrees
 
-MOST_TOKENS = 20  # of the most expensive ones
+MOST_TOKENS = 20  # tokens listed as the most expensive ones
 
 
 @dataclass

@@ -10,7 +10,7 @@ from launcher.console import escaped, in_a_line, say
 from launcher.replay.report import DocumentSeen
 from launcher.tables import plain_table, wide_console
 
-MOST_ROWS = 20  # of a table on the terminal; --json has all
+MOST_ROWS = 20  # rows shown of a table on the terminal; --json has all
 # Backgrounds for losses from so many nats on: from pale yellow to dark red, black letters on all but the last.
 SHADES = ((0.5, "#fff7bc"), (1.5, "#fee391"), (3.0, "#fec44f"), (5.0, "#fe9929"), (8.0, "#ec7014"), (12.0, "#cc4c02"))
 

@@ -1,1 +1,1 @@
-"""One self-contained HTML page about one run or several: what was trained, how it went, and on what."""
+"""Builds one self-contained HTML page about one or several runs: config, curves, events, speed and environment."""

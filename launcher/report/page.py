@@ -30,8 +30,8 @@ from launcher.report.summary import (
 
 FILES = Path(__file__).parent / "files"
 SCRIPTS = ("dom.js", "core.js", "curves.js", "timeline.js", "heat.js", "page.js")
-N_COLORS = 7  # of runs, in report.css
-LONG = 40  # letters of a cell that may be folded
+N_COLORS = 7  # colors of runs in report.css
+LONG = 40  # letters; a longer text in a cell may be wrapped anywhere
 LONGEST_CONFIG = 200_000  # letters
 
 HELP = (

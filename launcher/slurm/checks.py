@@ -203,7 +203,7 @@ def check_partition(config: RunConfig) -> Iterator[str]:
 
 
 def check_size(slurm: SlurmConfig, partition: Partition) -> Iterator[str]:
-    """A line for each of nodes, GPUs and time of which the job asks more than the partition has."""
+    """A line each where the job asks for more nodes, GPUs or time than the partition has."""
     name = partition.name
     if slurm.nodes > partition.nodes:
         most = partition.nodes

@@ -1,4 +1,4 @@
-"""What a run asks of Slurm. A cluster's profile (slurm/clusters/*.yaml) holds the same keys; the run's go before."""
+"""The `slurm` section of a config. A cluster's profile (slurm/clusters/*.yaml) has the same keys; the run's win."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

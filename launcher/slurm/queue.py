@@ -39,7 +39,7 @@ class LiveJob:
     elapsed: str
     limit: str
     run_path: Path
-    submitted: Path  # what was submitted: the run's directory, or the sweep's that it is one of
+    submitted: Path  # the directory that was submitted: the run's, or that of the sweep that it belongs to
 
 
 class SlurmError(Exception):

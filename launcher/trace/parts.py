@@ -84,7 +84,7 @@ def wire_part(region: Region, collective: str, axes: Axes) -> str:
 
 
 def _axis(region: Region, collective: str, axes: Axes) -> str:
-    """The axis that a region's collective belongs to, told by the region and the kind of collective."""
+    """The axis that a collective belongs to, determined by its region and its kind."""
     gathers = collective in ("all-gather", "reduce-scatter", "broadcast")
     reduces = region in ("pipeline", "other") and collective != "send"
     if region in ("gradients", "optimizer") or reduces or (axes.gathers_weights and not axes.has_tp and gathers):

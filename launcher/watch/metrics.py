@@ -301,7 +301,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The row of a line, or None where the line is torn or is not a row: an object with a step and numeric losses."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # of ValueError: JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError):  # ValueError includes JSONDecodeError and UnicodeDecodeError
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return None

@@ -197,7 +197,7 @@ def unreachable(seconds: float = REACH_SECONDS) -> str | None:
     try:
         with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(address, timeout=seconds):
             return None
-    except (OSError, ValueError) as error:  # of OSError: URLError, TimeoutError
+    except (OSError, ValueError) as error:  # OSError includes URLError and TimeoutError
         reason = getattr(error, "reason", None) or error
         return f"no answer from {address} within {seconds:g} s ({' '.join(str(reason).split())})"
     return None
@@ -210,10 +210,10 @@ def _hosts(base_url: str) -> set[str]:
 
 
 def _netrc_has(host: str) -> bool:
-    path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")  # as it is where nobody knows the home directory
+    path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")  # unchanged where the home directory is unknown
     try:
         return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, ValueError, netrc.NetrcParseError):  # of ValueError: what is no text
+    except (OSError, ValueError, netrc.NetrcParseError):  # ValueError: the file is not text
         return False
 
 

@@ -74,7 +74,7 @@ class Page:
     def check_hostile(self, tags: str = "img, iframe, object") -> str:
         """Asserts that hostile texts in the page were not executed; returns the page's text.
 
-        No script of theirs has run, none became one of the elements ``tags``, and no invisible character is in it.
+        No script of these texts has run, none became one of the elements ``tags``, and no invisible character is shown.
         """
         assert self.run("return window.stolen === undefined")
         assert self.run("return document.querySelectorAll(arguments[0]).length", tags) == 0

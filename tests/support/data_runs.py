@@ -1,4 +1,4 @@
-"""Runs of the real training loop whose ranks record the tokens that each step is given."""
+"""Runs of the real training loop in which each rank records the tokens that each step is given."""
 
 import dataclasses
 import json

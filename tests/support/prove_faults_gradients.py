@@ -153,7 +153,7 @@ def read_too_early(function: str, direction: str) -> None:
 
 
 def swap_returning_chunks() -> None:
-    """Of the rows that have come back from the experts, those of the first and the last chunk are swapped."""
+    """The rows of the first and the last chunk are swapped when they come back from the experts."""
     from parallel.collectives import RowExchanges
 
     def swapped(self: RowExchanges, parts: Any) -> Tensor:
