@@ -216,7 +216,7 @@ def reason_of_order(first: dict[str, Any], second: dict[str, Any]) -> str:
     if first["trace"] is None and second["trace"] is None:
         return why(first, second)
     if second["trace"] is not None and not second["trace"]["fits"]:
-        return f"the second does not fit by its trace: {second['trace']['peak_gb']:.1f} GB"
+        return f"the second does not fit by its trace: {second['trace']['peak_gb']:.1f} GiB"
     return f"by closed forms {why(first, second)}"
 
 
@@ -226,7 +226,7 @@ def why(first: dict[str, Any], second: dict[str, Any]) -> str:
     gained = second["step_seconds"] - first["step_seconds"]
     if gained < SAME * first["step_seconds"]:
         held = second["peak_gb"] - first["peak_gb"]
-        return "the first takes as long as the second" + (f", and {held:.1f} GB less memory" if held > 0 else "")
+        return "the first takes as long as the second" + (f", and {held:.1f} GiB less memory" if held > 0 else "")
     gains = {part: other.get(part, 0.0) - one.get(part, 0.0) for part in {**one, **other}}
     less = [part for part in sorted(gains, key=lambda part: -gains[part]) if gains[part] > SAME * gained][:2]
     more = [part for part in sorted(gains, key=lambda part: gains[part]) if gains[part] < -SAME * gained][:1]

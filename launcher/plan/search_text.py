@@ -23,7 +23,7 @@ def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
         f"{found['did_not_fit']:,} of which do not fit"
     )
     table = plain_table(
-        "layout", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GB", ">fits", ">traced s", ">GB"
+        "layout", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GiB", ">fits", ">traced s", ">GiB"
     )
     for plan in layouts:
         times = (f"{plan[key]:,.3f}" for key in ("step_seconds", "step_seconds_low", "step_seconds_high"))
@@ -49,7 +49,7 @@ def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
 
 
 def traced_words(trace: dict[str, Any] | None) -> tuple[str, str]:
-    """The seconds and GB of a trace as text; empty without a trace."""
+    """The seconds and GiB of a trace as text; empty without a trace."""
     if trace is None:
         return "", ""
     return f"{trace['step_seconds']:,.3f}", f"{trace['peak_gb']:.1f}{'' if trace['fits'] else ', too much'}"

@@ -212,7 +212,7 @@ def test_why_names_the_parts():
     first = {"step_seconds": 1.0, "peak_gb": 3.0, "seconds_by_part": {"tp, cp": 0.2, "memory": 0.8}}
     second = {"step_seconds": 1.4, "peak_gb": 4.0, "seconds_by_part": {"tp, cp": 0.8, "memory": 0.6}}
     assert why(first, second).endswith("less tp, cp (0.600 s), but more memory (0.200 s)")
-    assert why(first, {**first, "peak_gb": 4.0}).endswith("1.0 GB less memory")
+    assert why(first, {**first, "peak_gb": 4.0}).endswith("1.0 GiB less memory")
 
 
 @pytest.mark.parametrize(
