@@ -5,7 +5,7 @@
 ``cpu_seconds`` is the processor time of the script and all processes that it starts. The lines are also written to
 FILE. The set is sized for less than 20 minutes on two idle cores whose processor multiplies bf16; each side of a
 comparison is a process of its own, started three times. In fp32 a step takes three times as long, so there are fewer
-turns (docs/speed.md).
+turns (docs/measurements.md).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Builds models of a given shape from other trainers' packages, Megatron-core and torchtitan, for one CPU process.
 
-Their code runs as it is installed (docs/speed.md has the versions). Both are written for CUDA; each function's
+Their code runs as it is installed (docs/measurements.md has the versions). Both are written for CUDA; each function's
 docstring says what replaces it. Neither computes a balance loss here; Roundtable's model does.
 """
 

@@ -1,6 +1,6 @@
 """Runs the sides of a comparison in processes of their own, alternately, and prints one JSON line about all of them.
 
-Packages of peers are looked for in build/peers, where docs/speed.md installs them, and in the environment.
+Packages of peers are looked for in build/peers, where docs/measurements.md installs them, and in the environment.
 """
 
 import argparse

@@ -9,8 +9,8 @@ medians over rounds of speed and of peak resident memory. No side goes through D
 
 ``transformers`` runs its sdpa attention with a mask of documents and its ``grouped_mm`` experts; ``_autocast`` is the
 same with fp32 weights, where bf16 is asked for, and ``_compiled`` has each layer compiled by torch.compile.
-``megatron_core`` and ``torchtitan`` are measured where they are installed (peer_models.py, docs/speed.md). On a CPU
-torchtitan cannot separate packed documents: its rows, and those of ``ours_whole_rows`` beside it, are one document
+``megatron_core`` and ``torchtitan`` are measured where they are installed (peer_models.py, docs/measurements.md). On a
+CPU torchtitan cannot separate packed documents: its rows, and those of ``ours_whole_rows`` beside it, are one document
 each. Ratios are explained at ``summary`` in sides.py.
 """
 

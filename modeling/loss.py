@@ -22,7 +22,7 @@ IGNORE = -100  # a target that does not count
 CPU_CHUNK_LOGITS = 1 << 25
 CUDA_CHUNK_LOGITS = 1 << 28
 # On a CPU a chunk has at most this many tokens in 16 bits, half as many in 32: larger products are no faster, and
-# logits take memory (docs/speed.md).
+# logits take memory (docs/measurements.md).
 CPU_CHUNK_TOKENS = 512
 # On a CPU elementwise work after a product takes this many elements at a time (1 MiB in fp32), which stay in a core's
 # own cache: a softmax of 512 x 16384 logits took 5 ms in pieces of 16 tokens and 20 in pieces of 256 (AMX, one thread,

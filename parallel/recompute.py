@@ -30,7 +30,7 @@ from parallel.offload import Offloader
 from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
-KEPT_SHARE = 0.5  # of experts' gates and ups, kept under ``selective`` on a CPU: docs/speed.md has what that costs
+KEPT_SHARE = 0.5  # of experts' gates and ups, kept under ``selective`` on a CPU; docs/measurements.md has its cost
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 

@@ -28,7 +28,7 @@ def keep_heap_from_growing() -> None:
     end: the quickstart's ranks by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21). Setting the
     first threshold makes glibc return free memory at the heap's end from 128 KiB on, which the next layer then takes
     again by page faults. With 128 MiB kept a step costs 3% less, 8% with ``selective`` recomputation, and with 512 MiB
-    some 2% less than that, at the same peak (docs/speed.md).
+    some 2% less than that, at the same peak (docs/measurements.md).
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none

@@ -1,8 +1,8 @@
 """Norms and rotations on a CPU, some rows at a time, so that intermediate values stay in a core's cache.
 
 Operation by operation a large tensor would pass through memory six times, into newly mapped memory each time, whose
-pages are faults (docs/speed.md). By rows, the input is read and the output written once, and only what the backward
-pass needs is kept, as in ``modeling.kernels.fuse.compiled``, but without a compiler.
+pages are faults (docs/measurements.md). By rows, the input is read and the output written once, and only what the
+backward pass needs is kept, as in ``modeling.kernels.fuse.compiled``, but without a compiler.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from modeling.kernels.scratch import SCRATCH
 
-PIECE_BYTES = 1 << 20  # of the rows that are computed at once, in fp32; docs/speed.md has the times of other sizes
+PIECE_BYTES = 1 << 20  # of the rows computed at once, in fp32; docs/measurements.md has the times of other sizes
 # Rows over which torch's kernel sums the gradient by a norm's weight one after another: off by 5e-7 of the largest.
 SUMMED_ROWS = 1 << 10
 

@@ -182,7 +182,7 @@ def build_matmul_kernels(n_rows: int, most_rows: int, row_multiple: int, gate_EF
     """Has oneDNN build an expert's products for ``n_rows`` and all numbers near it, in both passes, once a process.
 
     ``most_rows``, the layer's tokens, is the most that an expert can have. Otherwise new numbers of rows would come for
-    hundreds of steps, each adding 4 MB of memory (docs/speed.md).
+    hundreds of steps, each adding 4 MB of memory (docs/measurements.md).
     """
     if row_multiple == 1 or not is_real(gate_EFD) or not is_built_by_rows(gate_EFD.dtype):
         return

@@ -1,7 +1,7 @@
 """Scratch memory for CPU kernels, kept from call to call.
 
 A new large tensor may cost more than the computation into it: above a threshold glibc maps its memory afresh each time,
-and each page is a fault (docs/speed.md).
+and each page is a fault (docs/measurements.md).
 """
 
 import math

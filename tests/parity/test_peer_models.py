@@ -1,7 +1,7 @@
 """The other trainers beside which `benchmarks/step_speed.py` sets us compute our loss of our weights.
 
-They are skipped where build/peers does not hold them (docs/speed.md). Losses differ by 1e-6 or less in fp32, gradients'
-norms by 1e-5: sums in another order.
+They are skipped where build/peers does not hold them (docs/measurements.md). Losses differ by 1e-6 or less in fp32,
+gradients' norms by 1e-5: sums in another order.
 """
 
 import json

@@ -46,7 +46,7 @@ def test_the_last_layer_before_the_head_sends_nothing():
 
     assert sent(1) == 0
     assert sent(9) == pytest.approx(8 * sent(2))
-    bytes_of_a_layer = 8192 * 47104  # docs/speed.md: bytes that a token leaves on a rank of tp 4
+    bytes_of_a_layer = 8192 * 47104  # docs/measurements.md: bytes that a token leaves on a rank of tp 4
     assert sent(2) == pytest.approx(bytes_of_a_layer / 64e9, rel=0.1)
 
 
