@@ -19,7 +19,7 @@ FULL = 4
 ATTENTION_BACKWARD = 2.5  # products of attention's backward pass for each of its forward pass
 SCORE_BYTES = 13  # unfused, forward: write, scale and mask, softmax, dropout and its mask, read
 SCORE_BYTES_BACKWARD = 16
-OWN_SCORE_BYTES = 100  # Roundtable's, in fp32, capped: of a trace's 330 both ways (docs/speed.md)
+OWN_SCORE_BYTES = 100  # Roundtable's, in fp32, capped: of a trace's 330 both ways
 OWN_SCORE_BYTES_BACKWARD = 230
 FIRST_FLASH_SLOWER = (
     1.7  # Dao 2023, "FlashAttention-2" (arXiv 2307.08691), section 4.1: 1.7 to 3 times, Triton 1.3 to 2.5
