@@ -16,6 +16,7 @@ from launcher.errors import UNREACHABLE, UserError, why_refused
 from launcher.guard.fence import Fence, StaleRun
 from launcher.guard.restarts import Restart, Restarts, newest_checkpoint, restart_by_torchrun
 from launcher.limits import check_limits, check_local_ranks
+from launcher.training.heap import let_segments_grow
 from launcher.training.init_from import with_source
 from launcher.training.run_dir import (
     check_resume,
@@ -104,6 +105,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     check_tokens(config)
     check_evaluated_tasks(config)
     set_rank_environment()
+    let_segments_grow()  # the roll call looks at the rank's GPU, and so starts CUDA
     from launcher.guard.agreement import agree
     from launcher.training.loop import train
     from parallel.processes.roll_call import RollCallError

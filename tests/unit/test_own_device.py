@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import launcher.guard.agreement as agreement
 import launcher.training.start as start
 import parallel.processes.device as device
 from launcher.errors import UserError
@@ -17,6 +18,7 @@ from launcher.training.heap import ALLOCATORS, let_segments_grow
 from parallel.checkpoint.saver import Saver
 from parallel.mesh import lone_mesh
 from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
+from parallel.processes.roll_call import RollCallError
 from parallel.processes.start import fork_server
 
 
@@ -200,3 +202,23 @@ def test_this_machines_own_interfaces_are_told():
     name = device.interface_of(source)
     assert name is not None and device.is_loopback(name)
     assert device.interface_of("203.0.113.1") is None
+
+
+def test_a_jobs_rank_sets_its_allocator_before_it_looks_at_its_gpu(monkeypatch, tmp_path):
+    """By the roll call, before the loop: torch's allocator reads its settings once, as CUDA is started."""
+    for name in ALLOCATORS:
+        monkeypatch.setenv(name, "")  # so that what the start sets is undone
+        monkeypatch.delenv(name)
+    checks = ("end_with_job", "check_ranks", "check_limits", "check_start", "check_prepared", "check_tokens")
+    for name in (*checks, "check_evaluated_tasks", "set_rank_environment", "load_checked", "with_source"):
+        monkeypatch.setattr(start, name, lambda *_, **__: None)
+    found = []
+
+    def agree(_: Any) -> None:
+        found.append(os.environ.get(ALLOCATORS[0]))
+        raise RollCallError(["nobody is here"], is_disagreement=True)
+
+    monkeypatch.setattr(agreement, "agree", agree)
+    with pytest.raises(UserError):
+        start.join_job(tmp_path, [], None, 2)
+    assert found == ["expandable_segments:True"]
