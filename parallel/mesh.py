@@ -196,20 +196,25 @@ def _open_axis(
     """
     mine = next(line for line in lines if rank in line)
     if mine not in groups:
-        with _split_if_told_apart(lines):
-            group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
+        with _split_if_told_apart(lines) as device:
+            group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True, device_id=device)
         assert isinstance(group, dist.ProcessGroup)
         groups[mine] = group
     return Axis(mine.index(rank), len(mine), mine, groups[mine])
 
 
 @contextmanager
-def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[None]:
+def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[torch.device | None]:
     """While entered, new groups are split off the default group only where NCCL can tell all ``lines`` apart.
 
     A split takes ranks of one colour as one group, and torch's colours are 31-bit hashes of the ranks: of 16,384 lines
     two share a colour with a probability of 6%, and would become one communicator. The ranks of groups that are not
     split off find each other through the store instead, which takes longer. All ranks come to the same answer.
+
+    It yields the device to which the new group is to be bound, None on a CPU. Without a bound device torch makes one
+    communicator in the group's first batch of transfers and another in its first transfer that is begun alone. In
+    torch 2.13 one rank of a pipeline batches a send with a receive while the other rank begins the matching send
+    alone: on two communicators they would never meet.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -217,7 +222,7 @@ def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[None]:
     if bound is not None and len({_process_group_color(list(line)) for line in lines}) < len(lines):
         default.bound_device_id = None
     try:
-        yield
+        yield bound
     finally:
         default.bound_device_id = bound
 

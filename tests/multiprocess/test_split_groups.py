@@ -1,4 +1,4 @@
-"""Groups whose colours NCCL could not tell apart are not split off one communicator."""
+"""Groups whose colours NCCL could not tell apart are not split off one communicator; all are bound to the device."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ from parallel import mesh
 from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
 
-Seen = list[tuple[tuple[int, ...], str | None]]  # each group that was made, and the device whose communicator is split
+# Each group that was made: its ranks, the device whose communicator is split, and the one that it is bound to.
+Seen = list[tuple[tuple[int, ...], str | None, str | None]]
 
 
 def make_groups(bound: bool, colours: int | None) -> Seen:
@@ -23,10 +24,11 @@ def make_groups(bound: bool, colours: int | None) -> Seen:
         assert dist.group.WORLD is not None
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0) if bound else None
 
-    def make(ranks: Sequence[int], **kwargs: object) -> object:
+    def make(ranks: Sequence[int], device_id: torch.device | None = None, **kwargs: object) -> object:
         assert dist.group.WORLD is not None
         device = dist.group.WORLD.bound_device_id
-        seen.append((tuple(ranks), None if device is None else device.type))
+        split, own = (None if each is None else each.type for each in (device, device_id))
+        seen.append((tuple(ranks), split, own))
         dist.group.WORLD.bound_device_id = None  # gloo has none
         try:
             return made(list(ranks), **kwargs)  # pyright: ignore[reportArgumentType]
@@ -56,8 +58,9 @@ def make_groups(bound: bool, colours: int | None) -> Seen:
 def test_groups_of_one_colour_are_not_split_off(bound: bool, colours: int | None, device: str | None) -> None:
     """With one colour for all, an axis of a single line is still split: there is nothing to tell it from."""
     for rank, seen in enumerate(run_ranks(make_groups, 4, bound, colours, timeout_seconds=120, threads=1)):
-        split = dict(seen)
+        split = {ranks: device for ranks, device, _ in seen}
         lines = {ranks: found for ranks, found in split.items() if len(ranks) < 4}
         assert set(lines.values()) == {device}, (rank, seen)
         assert all(rank in ranks for ranks in split)
         assert split[(0, 1, 2, 3)] == ("cuda" if bound else None)
+        assert {own for *_, own in seen} == {"cuda" if bound else None}  # so that no communicator is made on the way
