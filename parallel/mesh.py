@@ -7,7 +7,7 @@ and edp = dp * cp * tp / ep ranks hold the same experts (each expert has edp rep
 """
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,6 +53,8 @@ class Mesh:
     edp: Axis  # the ranks that hold the same experts
     replicas: Axis  # dp x cp: the ranks that hold the same dense weights
     model: Axis  # pp x tp: what DeepSpeed calls model parallel
+    # By its global number, a group of this rank and of one beside it on pp; none where pp's own is of two.
+    neighbours: Mapping[int, dist.ProcessGroup]
 
     @property
     def place(self) -> str:
@@ -181,7 +183,31 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int 
     degrees = Degrees.of(parallel, world_size)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {name: _open_axis(degrees.lines(name), rank, groups, of_devices) for name in AXES}
-    return Mesh(rank=rank, world_size=world_size, device=device, control=control, **axes)
+    neighbours = _open_neighbours(degrees, rank, of_devices)
+    return Mesh(rank=rank, world_size=world_size, device=device, control=control, neighbours=neighbours, **axes)
+
+
+def pairings(n: int) -> list[list[tuple[int, int]]]:
+    """The neighbours on a ring of ``n`` positions, three or more, in rounds in which nobody is twice; else none."""
+    if n < 3:
+        return []
+    pairs, around = [(position, position + 1) for position in range(n - 1)], (0, n - 1)
+    return [pairs[::2], pairs[1::2], [around]] if n % 2 else [pairs[::2], [*pairs[1::2], around]]
+
+
+def _open_neighbours(degrees: Degrees, rank: int, timeout: datetime.timedelta) -> dict[int, dist.ProcessGroup]:
+    """``Mesh.neighbours``. Who has no neighbour in a round makes a group of its own: all make equally many groups.
+
+    torch names a group by its ranks and by how many groups its rank has, and all ranks split NCCL's communicators off
+    together.
+    """
+    found: dict[int, dist.ProcessGroup] = {}
+    for pairs in pairings(degrees.pp):
+        together = [(line[one], line[other]) for line in degrees.lines("pp") for one, other in pairs]
+        alone = set(range(degrees.world_size)).difference(*together)
+        opened = _open_axis([*together, *((each,) for each in sorted(alone))], rank, {}, timeout)
+        found |= {other: opened.group for other in opened.ranks if other != rank and opened.group is not None}
+    return found
 
 
 def _open_axis(
@@ -230,7 +256,7 @@ def _split_if_told_apart(lines: Sequence[tuple[int, ...]]) -> Iterator[torch.dev
 def lone_mesh(device: torch.device) -> Mesh:
     """The mesh of one process without process groups, for evaluation and generation outside a distributed job."""
     alone = {name: Axis(0, 1, (0,), None) for name in AXES}
-    return Mesh(rank=0, world_size=1, device=device, control=None, **alone)
+    return Mesh(rank=0, world_size=1, device=device, control=None, neighbours={}, **alone)
 
 
 def close_mesh() -> None:

@@ -43,4 +43,4 @@ def mesh_of(parallel: ParallelConfig, world_size: int, rank: int, device: torch.
         if line not in groups:
             groups[line] = dist.new_group(list(line))
         axes[name] = Axis(line.index(rank), len(line), line, groups[line])
-    return Mesh(rank=rank, world_size=world_size, device=device, control=None, **axes)
+    return Mesh(rank=rank, world_size=world_size, device=device, control=None, neighbours={}, **axes)

@@ -253,7 +253,7 @@ def report_waits(waits: Waits, mesh: Mesh) -> dict[str, Any] | None:
 
 
 def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:
-    """The axes whose group the call is in ("dp", "dp = edp"), and the group's ranks."""
+    """The axes whose group the call is in ("dp", "dp = edp"), or within whose it is, and the group's ranks."""
     names = []
     for name in AXES:
         axis = getattr(mesh, name)
@@ -261,7 +261,9 @@ def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:
             names.append(name)
     for group in dist.distributed_c10d._world.pg_names:
         if group.group_name == call.group:
-            return " = ".join(names) or "all ranks", dist.get_process_group_ranks(group)
+            ranks = dist.get_process_group_ranks(group)
+            within = [name for name in AXES if len(ranks) > 1 and set(ranks) < set(getattr(mesh, name).ranks)]
+            return " = ".join(names or within[:1]) or "all ranks", ranks
     return " = ".join(names) or call.group, []
 
 

@@ -3,7 +3,7 @@
 Shape letters: B batch, S sequence, D d_model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,25 @@ from parallel.pipeline.stages import Part, Stage, merge_outputs, meta_example
 AfterBackward = Callable[[nn.Module], None]
 
 
+Neighbours = Mapping[int, dist.ProcessGroup]  # global rank of a neighbour -> group of two (parallel.mesh.Mesh)
+
+
 class ScheduledStage(PipelineStage):
-    """A torch PipelineStage that calls ``after_backward(stage)`` once a micro-batch's weight gradients are complete."""
+    """A torch PipelineStage that calls ``after_backward(stage)`` once a micro-batch's weight gradients are complete.
+
+    It sends and receives in ``neighbours``, groups of this rank and one neighbour each. NCCL executes the transfers of
+    one group in the order in which they were begun, and torch begins receives early: in a group of all stages a
+    receive that waits for the previous stage would hold up the send that the next stage waits for.
+    """
 
     def __init__(
-        self, stage: Stage, axis: Axis, hidden: Tensor, device: torch.device, after_backward: AfterBackward
+        self,
+        stage: Stage,
+        axis: Axis,
+        hidden: Tensor,
+        device: torch.device,
+        after_backward: AfterBackward,
+        neighbours: Neighbours,
     ) -> None:
         number, loss = meta_example((1,), torch.int64), meta_example((), torch.float64)
         super().__init__(
@@ -38,6 +52,30 @@ class ScheduledStage(PipelineStage):
             group=axis.group,
         )
         self.after_backward = after_backward
+        self.neighbours = neighbours
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a micro-batch's hidden states from the previous stage."""
+        return self.by_twos(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of the gradients by the hidden states that this stage has sent on."""
+        return self.by_twos(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of a micro-batch's hidden states to the next stage."""
+        return self.by_twos(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of the gradients by the hidden states that this stage has received."""
+        return self.by_twos(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def by_twos(self, transfers: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        """The same transfers, each in the group of its two ranks where ``neighbours`` has one."""
+        return [
+            dist.P2POp(each.op, each.tensor, each.peer, self.neighbours.get(each.peer, each.group))
+            for each in transfers
+        ]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """The first transfers, which open connections, without those of this rank to itself (two stages in a row).
@@ -80,9 +118,11 @@ class Pipeline:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.config = config
         self.axis = axis
+        self.neighbours = neighbours or {}
         self.device = device
         self.hidden = meta_example(hidden_shape, dtype)
         self.stages = [Stage(model, part) for part in parts]
@@ -117,7 +157,8 @@ class Pipeline:
         """Makes the schedule for steps of ``n_micro_batches``; the first step allocates the receive buffers."""
         self.n_micro_batches = n_micro_batches
         self.scheduled = [
-            ScheduledStage(stage, self.axis, self.hidden, self.device, self.tell_gradients) for stage in self.stages
+            ScheduledStage(stage, self.axis, self.hidden, self.device, self.tell_gradients, self.neighbours)
+            for stage in self.stages
         ]
         self.schedule = build_schedule(self.config, self.scheduled, n_micro_batches, self.scaled_loss)
 

@@ -133,6 +133,7 @@ class Engine:
             hidden_shape=(micro_batch_size, positions, self.model_config.d_model),
             dtype=DTYPES[stored_as(self.precision)],
             device=self.mesh.device,
+            neighbours=self.mesh.neighbours,
         )
         self.ends = stage_ranks(pipeline, self.mesh.pp.degree)
 

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB
 from rendezvous import stuck
-from rendezvous_runs import Drawn, queues
+from rendezvous_runs import STEPS, Drawn, queues
 
 PIPELINES = (OneFOneB(), Interleaved(), Interleaved(n_chunks=3), ZBV(), DualPipeV())
 EACH = 2  # numbers of micro-batches of a schedule
@@ -30,6 +30,24 @@ def test_training_and_evaluation_end(pp: int) -> None:
     for each, of_ranks in zip(drawn, queues(pp, drawn), strict=True):
         assert all(any(begun.kind == "send" for entry in queue for begun in entry) for queue in of_ranks), each
         assert stuck(of_ranks) == [], each
+
+
+def test_training_sends_in_groups_of_two() -> None:
+    """NCCL has a queue for each group: a receive that waits for the stage before holds up nothing of the one behind.
+
+    Evaluation's transfers, and those by which torch begins, go in the group of all stages.
+    """
+    drawn = [Drawn(OneFOneB(), 4), Drawn(Interleaved(), 3), Drawn(ZBV(), 4)]
+    for each, of_ranks in zip(drawn, queues(3, drawn), strict=True):
+        assert stuck(of_ranks) == [], each
+        pairs = {(0, 1), (1, 2)} | ({(0, 2)} if isinstance(each.pipeline, Interleaved) else set())
+        for rank, queue in enumerate(of_ranks):
+            transfers = [begun for entry in queue for begun in entry if begun.kind in ("send", "recv")]
+            of_two = [begun for begun in transfers if len(begun.ranks) == 2]
+            assert all(set(begun.ranks) == {rank, begun.peer} for begun in of_two), each
+            assert {begun.ranks for begun in of_two} == {pair for pair in pairs if rank in pair}, each
+            assert {begun.ranks for begun in transfers} - {begun.ranks for begun in of_two} == {(0, 1, 2)}, each
+            assert len(of_two) >= 2 * STEPS * each.n_micro, each
 
 
 def test_planted_faults_wait_without_end() -> None:

@@ -171,6 +171,7 @@ def make_pipeline(case: Case, mesh: Any, model: Any, parts: list[Any], dtype: to
         hidden_shape=(case.micro_batch_size, 24, case.model.d_model),
         dtype=dtype,
         device=mesh.device,
+        neighbours=mesh.neighbours,
     )
 
 

@@ -39,7 +39,9 @@ def meshes(degrees: Degrees) -> Iterator[Mesh]:
             for position, rank in enumerate(line):
                 places[rank][name] = Axis(position, len(line), line, None)
     for rank, axes in enumerate(places):
-        yield Mesh(rank=rank, world_size=degrees.world_size, device=torch.device("cpu"), control=None, **axes)
+        yield Mesh(
+            rank=rank, world_size=degrees.world_size, device=torch.device("cpu"), control=None, neighbours={}, **axes
+        )
 
 
 class Job:

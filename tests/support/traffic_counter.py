@@ -139,13 +139,17 @@ class TrafficCounter:
         sums: Counter[Key] = Counter()
         for name, method, ranks, n_bytes in self.seen:
             what, axes = explained(name)
-            axis = next((axis for axis in axes if self.ranks_of(axis) == ranks), None)
+            axis = next((axis for axis in axes if self.is_within(ranks, axis, method)), None)
             if axis is None or (method not in KINDS and method not in FREE):
                 counted.strangers.append(f"{method} by {name} over ranks {ranks}")
             elif n_bytes:
                 sums[axis, what, KINDS[method]] += n_bytes  # type: ignore[assignment]
         counted.sent = {key: Fraction(total) for key, total in sums.items()}
         return counted
+
+    def is_within(self, ranks: tuple[int, ...], axis: str, method: str) -> bool:
+        """Whether it is of all ranks along the axis, or a transfer between two of them."""
+        return self.ranks_of(axis) == ranks or (method in ("send", "recv") and {*ranks} < {*self.ranks_of(axis)})
 
     def ranks_of(self, axis: str) -> tuple[int, ...]:
         """The ranks along one of this rank's axes."""

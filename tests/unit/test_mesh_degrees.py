@@ -45,6 +45,16 @@ def test_ranks_of_sixteen():
     assert degrees.lines("model")[0] == (0, 1, 8, 9)
 
 
+@pytest.mark.parametrize("n", range(1, 10))
+def test_neighbours_on_a_ring_meet_once_and_nobody_meets_two_at_a_time(n):
+    rounds = mesh.pairings(n)
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met))
+    assert set(met) == ({frozenset((one, (one + 1) % n)) for one in range(n)} if n > 2 else set())
+    assert all(len({each for pair in pairs for each in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) <= 3 and all(one < other for pairs in rounds for one, other in pairs)
+
+
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("command", ["replay", "profile"])
 def test_a_rank_that_fails_closes_no_group(monkeypatch, command, fails):
