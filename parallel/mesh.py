@@ -150,6 +150,9 @@ class Degrees:
 
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
+# Each has a group of its own, whoever else has its ranks: what is begun in one group waits on NCCL for what was begun
+# there before, and rows on their way to experts are to wait for no sum of gradients, nor a layer's gather for them.
+APART = ("tp", "cp", "ep")
 
 
 def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int | None = None) -> Mesh:
@@ -182,7 +185,11 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int 
     assert not isinstance(control, int)
     degrees = Degrees.of(parallel, world_size)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    axes = {name: _open_axis(degrees.lines(name), rank, groups, of_devices) for name in AXES}
+    axes: dict[str, Axis] = {}
+    for name in AXES:
+        lines = degrees.lines(name)
+        is_apart = name in APART and len(lines[0]) > 1
+        axes[name] = _open_axis(lines, rank, {} if is_apart else groups, of_devices)
     neighbours = _open_neighbours(degrees, rank, of_devices)
     return Mesh(rank=rank, world_size=world_size, device=device, control=control, neighbours=neighbours, **axes)
 
@@ -218,7 +225,8 @@ def _open_axis(
 ) -> Axis:
     """This rank's line along one axis, with its group. Only the line's own ranks create the group.
 
-    ``groups`` holds the groups made so far, by their ranks: axes with the same line share one.
+    ``groups`` holds the groups made so far that may be shared, by their ranks: an axis with the same line takes that
+    group.
     """
     mine = next(line for line in lines if rank in line)
     if mine not in groups:

@@ -64,3 +64,22 @@ def test_groups_of_one_colour_are_not_split_off(bound: bool, colours: int | None
         assert all(rank in ranks for ranks in split)
         assert split[(0, 1, 2, 3)] == ("cuda" if bound else None)
         assert {own for *_, own in seen} == {"cuda" if bound else None}  # so that no communicator is made on the way
+
+
+def shared_groups(parallel: ParallelConfig) -> dict[str, list[str]]:
+    """In a rank: for each axis, those whose group is the same one."""
+    opened = mesh.open_mesh(parallel, 60)
+    groups = {name: getattr(opened, name).group for name in mesh.AXES}
+    found = {name: [other for other in mesh.AXES if groups[other] is groups[name]] for name in mesh.AXES}
+    mesh.close_mesh()
+    return found
+
+
+def test_what_overlaps_has_a_group_of_its_own() -> None:
+    """What is begun in one group waits on NCCL for what was begun there before: here ep has the ranks of tp, or all."""
+    for parallel in (ParallelConfig(tp=2, ep=2), ParallelConfig(ep=4)):
+        for shared in run_ranks(shared_groups, 4, parallel, timeout_seconds=120, threads=1):
+            assert shared["ep"] == ["ep"] and shared["replicas"] == (
+                ["dp", "edp", "replicas"] if parallel.tp > 1 else ["dp", "replicas"]
+            )
+            assert shared["tp"] == (["tp"] if parallel.tp > 1 else ["tp", "cp", "pp", "edp", "model"])
