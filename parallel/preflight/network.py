@@ -45,7 +45,8 @@ def _group(
     # NCCL's call that opens a communicator waits for the others without a limit, so it begins when all are here.
     place.wait([f"here/{member}" for member in members], limit)
     cuda = device.type == "cuda"
-    # A wait that is over time raises here, instead of ending the process from NCCL's watchdog.
+    # A wait that is over time raises here, instead of ending the process from NCCL's watchdog. Who does not ask for
+    # something to wait for (``async_op``) gets none from NCCL, and waits for the device, without end.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
@@ -63,7 +64,7 @@ def _group(
 
 def _all_reduce(n: int, device: torch.device, sizes: Sizes) -> float:
     values = torch.ones(sizes.message_bytes // 4, device=device)
-    dist.all_reduce(values)
+    _end(dist.all_reduce(values, async_op=True))
     if not bool((values == n).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
     values.zero_()  # zeros stay zeros however often they are summed
@@ -75,11 +76,17 @@ def _all_to_all(n: int, device: torch.device, sizes: Sizes) -> float:
     part = sizes.message_bytes // 4 // n
     sent = torch.full((part * n,), float(dist.get_rank()), device=device)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
+    _end(dist.all_to_all_single(received, sent, async_op=True))
     if not torch.equal(received.view(n, part), torch.arange(float(n), device=device)[:, None].expand(n, part)):
         raise RuntimeError("an all-to-all gave wrong rows")
     seconds = [seconds_of(lambda: dist.all_to_all_single(received, sent), 1, device) for _ in range(sizes.repeats)]
     return 4 * part * n / min(seconds) * (n - 1) / n / 1e9
+
+
+def _end(work: dist.Work | None) -> None:
+    """Waits for a collective. Raises RuntimeError where it takes longer than the group's limit."""
+    assert work is not None
+    work.wait()
 
 
 def schedule(nodes: Sequence[str], most: int = PARTNERS) -> list[list[tuple[str, str]]]:
