@@ -202,19 +202,24 @@ def pairings(n: int) -> list[list[tuple[int, int]]]:
     return [pairs[::2], pairs[1::2], [around]] if n % 2 else [pairs[::2], [*pairs[1::2], around]]
 
 
+def neighbours_lines(degrees: Degrees) -> list[list[tuple[int, ...]]]:
+    """For each round of ``pairings`` on pp a partition of the world: neighbours by twos, and the others alone."""
+    lines, found = degrees.lines("pp"), []
+    for pairs in pairings(degrees.pp):
+        together = [(line[one], line[other]) for line in lines for one, other in pairs]
+        alone = set(range(degrees.world_size)).difference(*together)
+        found.append([*together, *((rank,) for rank in sorted(alone))])
+    return found
+
+
 def _open_neighbours(degrees: Degrees, rank: int, timeout: datetime.timedelta) -> dict[int, dist.ProcessGroup]:
     """``Mesh.neighbours``. Who has no neighbour in a round makes a group of its own: all make equally many groups.
 
     torch names a group by its ranks and by how many groups its rank has, and all ranks split NCCL's communicators off
     together.
     """
-    found: dict[int, dist.ProcessGroup] = {}
-    for pairs in pairings(degrees.pp):
-        together = [(line[one], line[other]) for line in degrees.lines("pp") for one, other in pairs]
-        alone = set(range(degrees.world_size)).difference(*together)
-        opened = _open_axis([*together, *((each,) for each in sorted(alone))], rank, {}, timeout)
-        found |= {other: opened.group for other in opened.ranks if other != rank and opened.group is not None}
-    return found
+    opened = [_open_axis(lines, rank, {}, timeout) for lines in neighbours_lines(degrees)]
+    return {other: axis.group for axis in opened for other in axis.ranks if other != rank and axis.group is not None}
 
 
 def _open_axis(
