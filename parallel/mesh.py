@@ -53,7 +53,7 @@ class Mesh:
     edp: Axis  # the ranks that hold the same experts
     replicas: Axis  # dp x cp: the ranks that hold the same dense weights
     model: Axis  # pp x tp: what DeepSpeed calls model parallel
-    # By its global number, a group of this rank and of one beside it on pp; none where pp's own is of two.
+    # neighbour on pp (global rank) -> a group of the two; empty where pp has fewer than three ranks
     neighbours: Mapping[int, dist.ProcessGroup]
 
     @property
@@ -150,8 +150,9 @@ class Degrees:
 
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "edp", "replicas", "model")
-# Each has a group of its own, whoever else has its ranks: what is begun in one group waits on NCCL for what was begun
-# there before, and rows on their way to experts are to wait for no sum of gradients, nor a layer's gather for them.
+# Axes that never share a group with another axis of the same ranks. NCCL executes the calls of one group in order, so
+# in a shared group the experts' all-to-all would wait for sums of gradients, and a shared expert's gather for the
+# all-to-all that it is to overlap.
 APART = ("tp", "cp", "ep")
 
 
@@ -195,7 +196,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int 
 
 
 def pairings(n: int) -> list[list[tuple[int, int]]]:
-    """The neighbours on a ring of ``n`` positions, three or more, in rounds in which nobody is twice; else none."""
+    """All pairs of neighbours on a ring of ``n`` positions, in rounds no position twice in one; none for ``n`` below 3."""
     if n < 3:
         return []
     pairs, around = [(position, position + 1) for position in range(n - 1)], (0, n - 1)
@@ -203,7 +204,7 @@ def pairings(n: int) -> list[list[tuple[int, int]]]:
 
 
 def neighbours_lines(degrees: Degrees) -> list[list[tuple[int, ...]]]:
-    """For each round of ``pairings`` on pp a partition of the world: neighbours by twos, and the others alone."""
+    """For each round of ``pairings`` on pp, a partition of all ranks: pairs of neighbours, and other ranks alone."""
     lines, found = degrees.lines("pp"), []
     for pairs in pairings(degrees.pp):
         together = [(line[one], line[other]) for line in lines for one, other in pairs]
@@ -213,10 +214,11 @@ def neighbours_lines(degrees: Degrees) -> list[list[tuple[int, ...]]]:
 
 
 def _open_neighbours(degrees: Degrees, rank: int, timeout: datetime.timedelta) -> dict[int, dist.ProcessGroup]:
-    """``Mesh.neighbours``. Who has no neighbour in a round makes a group of its own: all make equally many groups.
+    """The groups of ``Mesh.neighbours``. All ranks must call it.
 
-    torch names a group by its ranks and by how many groups its rank has, and all ranks split NCCL's communicators off
-    together.
+    A rank without a partner in a round makes a group of itself alone, so that all ranks make equally many groups: torch
+    names a group by its ranks and by the number of groups that the rank has, and all ranks take part in each split of
+    NCCL's communicator.
     """
     opened = [_open_axis(lines, rank, {}, timeout) for lines in neighbours_lines(degrees)]
     return {other: axis.group for axis in opened for other in axis.ranks if other != rank and axis.group is not None}

@@ -253,7 +253,7 @@ def report_waits(waits: Waits, mesh: Mesh) -> dict[str, Any] | None:
 
 
 def find_axis(call: Call, mesh: Mesh) -> tuple[str, list[int]]:
-    """The axes whose group the call is in ("dp", "dp = edp"), or within whose it is, and the group's ranks."""
+    """The axes whose group the call is in ("dp", "dp = edp"), or whose group contains it, and the group's ranks."""
     names = []
     for name in AXES:
         axis = getattr(mesh, name)

@@ -45,8 +45,9 @@ def _group(
     # NCCL's call that opens a communicator waits for the others without a limit, so it begins when all are here.
     place.wait([f"here/{member}" for member in members], limit)
     cuda = device.type == "cuda"
-    # A wait that is over time raises here, instead of ending the process from NCCL's watchdog. Who does not ask for
-    # something to wait for (``async_op``) gets none from NCCL, and waits for the device, without end.
+    # A wait that is over time raises here, instead of ending the process from NCCL's watchdog. Only a
+    # collective with ``async_op`` has a Work to wait for; after any other one the host waits for the device, without
+    # a limit.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
