@@ -1,11 +1,26 @@
 """The command-line arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from launcher.completion import offer_checkpoints, offer_files, offer_overrides, offer_runs
+
+# The panels of `roundtable --help`, in the order in which they are shown: that of their first commands.
+SETUP = "Setup"
+DATA = "Data"
+TRAINING = "Training and runs"
+PLANNING = "Proof and planning"
+CLUSTER = "Clusters and Slurm"
+CHECKPOINTS = "Checkpoints and models"
+ANALYSIS = "Analysis"
+
+
+def switch(*names: str, text: str) -> Any:
+    """An option without a value; Typer's help would show it with the type ``<bool>``, as if it took one."""
+    return typer.Option(*names, help=text, metavar="")
+
 
 ConfigArgument = Annotated[
     Path,
@@ -76,7 +91,7 @@ BeginOption = Annotated[
     int | None,
     typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, switch("--json", text="Print JSON.")]
 DirArgument = Annotated[
     str,
     typer.Argument(

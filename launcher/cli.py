@@ -16,6 +16,10 @@ import typer
 
 from data.errors import DataError
 from launcher.arguments import (
+    DATA,
+    PLANNING,
+    SETUP,
+    TRAINING,
     ConfigArgument,
     GpuOption,
     JsonOption,
@@ -23,9 +27,10 @@ from launcher.arguments import (
     NewFolderOption,
     OverridesArgument,
     RanksOption,
-    RunArgument,
+    switch,
 )
 from launcher.cli_checkpoints import of_checkpoints
+from launcher.cli_cluster import of_cluster
 from launcher.cli_data import data_app
 from launcher.cli_plan import of_plan
 from launcher.cli_replay import of_replay
@@ -45,10 +50,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(of_checkpoints)
-app.add_typer(data_app, name="data")
-app.add_typer(of_replay)
+app.add_typer(data_app, name="data", rich_help_panel=DATA)
 app.add_typer(of_plan)
+app.add_typer(of_cluster)
+app.add_typer(of_checkpoints)
+app.add_typer(of_replay)
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,15 +78,23 @@ def _options(
         check_limits()
 
 
-@app.command("config")
+@app.command(rich_help_panel=SETUP)
+def doctor(as_json: JsonOption = False) -> int:
+    """Say what this machine has and what will not work."""
+    from launcher.commands.doctor import print_report
+
+    return print_report(as_json=as_json)
+
+
+@app.command("config", rich_help_panel=SETUP)
 def print_config(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="A YAML config; with --keys, how keys begin.")
     ] = None,
     overrides: OverridesArgument = None,
     ranks: RanksOption = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Print every key, its default, values and meaning.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the config, for editors.")] = False,
+    keys: Annotated[bool, switch("--keys", text="Print every key, its default, values and meaning.")] = False,
+    schema: Annotated[bool, switch("--schema", text="Print a JSON schema of the config, for editors.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the resolved config, marking what differs from the defaults; or every key that there is."""
@@ -104,7 +118,7 @@ def print_config(
     say(config_to_json(resolved) if as_json else describe_config(resolved), end="")
 
 
-@app.command()
+@app.command(rich_help_panel=SETUP)
 def completion(
     shell: Annotated[
         str,
@@ -117,21 +131,11 @@ def completion(
     print_script(shell)
 
 
-@app.command()
-def doctor(as_json: JsonOption = False) -> int:
-    """Say what this machine has and what will not work."""
-    from launcher.commands.doctor import print_report
-
-    return print_report(as_json=as_json)
-
-
-@app.command()
+@app.command(rich_help_panel=DATA)
 def prepare(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    report: Annotated[
-        bool, typer.Option("--report", help="Also write an HTML page of the data into token_dir.")
-    ] = False,
+    report: Annotated[bool, switch("--report", text="Also write an HTML page of the data into token_dir.")] = False,
 ) -> None:
     """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
     from launcher.commands.prepare import prepare_shown
@@ -146,7 +150,7 @@ def prepare(
         prepare_shown(loaded, array_task(), report=report)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -156,9 +160,9 @@ def train(
         typer.Option("--max-restarts", min=0, help="Starts after a crash, from the last good checkpoint."),
     ] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Make every check, say what the run would take, and change nothing.")
+        bool, switch("--dry-run", text="Make every check, say what the run would take, and change nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --dry-run.")] = False,
+    as_json: Annotated[bool, switch("--json", text="Print JSON; with --dry-run.")] = False,
 ) -> int:
     """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
     if dry_run:
@@ -172,70 +176,7 @@ def train(
     return start_training(config, overrides or (), ranks, max_restarts)
 
 
-@app.command()
-def preflight(
-    config: ConfigArgument,
-    overrides: OverridesArgument = None,
-    ranks: LocalRanksOption = None,
-    bad_nodes: Annotated[
-        str | None,
-        typer.Option("--bad-nodes", help="Write the names of slow and broken nodes there.", show_default=False),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Measure GPUs, links and the run directory's disk, and name slow and broken nodes; under srun, of all nodes."""
-    from launcher.commands.preflight import preflight_config
-
-    return preflight_config(config, overrides or (), ranks, bad_nodes, json_wanted=as_json)
-
-
-@app.command()
-def submit(
-    config: ConfigArgument,
-    overrides: OverridesArgument = None,
-    nodes: Annotated[int | None, typer.Option(help="Short for slurm.nodes=N.", show_default=False)] = None,
-    cluster: Annotated[
-        str, typer.Option(metavar="PROFILE", help="slurm/clusters/PROFILE.yaml, or a YAML file's path.")
-    ] = "generic",
-    sweep: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Submit several runs, of which FILE says what differs.", show_default=False),
-    ] = None,
-    chain: Annotated[int | None, typer.Option(help="Short for slurm.chain=N.", show_default=False)] = None,
-    no_requeue: Annotated[bool, typer.Option("--no-requeue", help="Short for slurm.requeue=false.")] = False,
-    skip_hashes: Annotated[
-        bool, typer.Option("--skip-hashes", help="Do not read all token files to compare their hashes.")
-    ] = False,
-    skip_plan: Annotated[bool, typer.Option("--skip-plan", help="Submit what will not fit by plan, too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
-) -> int:
-    """Check a run and hand it to Slurm; it saves and goes on through time limits, preemption and lost nodes."""
-    from launcher.slurm.submit import submit_run
-    from launcher.slurm.submit_sweep import submit_sweep
-
-    short = {"slurm.nodes": nodes, "slurm.chain": chain, "slurm.requeue": "false" if no_requeue else None}
-    given = [f"{key}={value}" for key, value in short.items() if value is not None]
-    given, how = [*(overrides or ()), *given], {"dry_run": dry_run, "hashes": not skip_hashes, "plan": not skip_plan}
-    if sweep is not None:
-        return submit_sweep(sweep, config, given, cluster, **how)
-    return submit_run(config, given, cluster, **how)
-
-
-@app.command()
-def status(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN]", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Say how far a run is and what its jobs do; without RUN, those of all runs in the queue."""
-    from launcher.slurm.follow import print_status
-
-    return print_status(run, as_json=as_json)
-
-
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def runs(
     directories: Annotated[
         list[str] | None,
@@ -246,9 +187,9 @@ def runs(
     as_json: JsonOption = False,
     clean: Annotated[
         bool,
-        typer.Option("--clean", help="Remove token files and tokenizers that none of these runs needs; asks first."),
+        switch("--clean", text="Remove token files and tokenizers that none of these runs needs; asks first."),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --clean: do not ask.")] = False,
+    yes: Annotated[bool, switch("--yes", text="With --clean: do not ask.")] = False,
 ) -> int:
     """List the runs: state, step, losses, checkpoints, size on disk; the last changed first."""
     if clean:
@@ -264,7 +205,7 @@ def runs(
     return print_runs(directories or [], as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def plot(
     names: Annotated[
         list[str],
@@ -284,7 +225,7 @@ def plot(
     return plot_runs(names, out, x)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def report(
     names: Annotated[
         list[str],
@@ -307,32 +248,7 @@ def report(
     return report_runs(names, out, plan_gpu)
 
 
-@app.command()
-def logs(
-    run: RunArgument,
-    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
-    job: Annotated[bool, typer.Option("--job", help="The job script's log instead of a rank's.")] = False,
-    lines: Annotated[int, typer.Option(min=0, help="At most so many of its last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until no job of the run lives.")] = False,
-) -> int:
-    """Print the end of a rank's log."""
-    from launcher.slurm.follow import print_log
-
-    return print_log(run, None if job else rank, lines, follow=follow)
-
-
-@app.command()
-def cancel(
-    run: RunArgument,
-    save: Annotated[bool, typer.Option("--save", help="The running job saves before it ends.")] = False,
-) -> int:
-    """End a run's jobs."""
-    from launcher.slurm.follow import cancel_run
-
-    return cancel_run(run, save=save)
-
-
-@app.command()
+@app.command(rich_help_panel=PLANNING)
 def prove(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -341,9 +257,9 @@ def prove(
         typer.Option("--ranks", min=1, help="Local processes (default: the fewest for the axes).", show_default=False),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=32, help="Updates that are compared.")] = 3,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with tokens and checkpoints.")] = False,
+    keep: Annotated[bool, switch("--keep", text="Keep the folder with tokens and checkpoints.")] = False,
     matrix: Annotated[
-        bool, typer.Option("--matrix", help="The whole table of layouts, whatever the config's own; about an hour.")
+        bool, switch("--matrix", text="The whole table of layouts, whatever the config's own; about an hour.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -359,7 +275,7 @@ def prove(
     return prove_config(config, overrides or (), ranks, steps, keep, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=PLANNING)
 def coords(
     config: ConfigArgument,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The picture: .png, .svg or .pdf.", show_default=False)],
@@ -377,7 +293,7 @@ def coords(
     return check_coordinates(config, out, overrides or (), widths, steps, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=PLANNING)
 def profile(
     config: ConfigArgument,
     overrides: OverridesArgument = None,

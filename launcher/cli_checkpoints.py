@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from launcher.arguments import CheckpointArgument, DirArgument, JsonOption
+from launcher.arguments import ANALYSIS, CHECKPOINTS, CheckpointArgument, DirArgument, JsonOption, switch
 from launcher.completion import offer_checkpoints
 from launcher.console import say
 from launcher.errors import UserError
 
 of_checkpoints = typer.Typer()  # without a name, so that its commands are top-level ones
 checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
-of_checkpoints.add_typer(checkpoint_app, name="checkpoint")
+of_checkpoints.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=CHECKPOINTS)
 
 
 @checkpoint_app.command("verify")
@@ -31,7 +31,7 @@ def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
     return show(directory, as_json=as_json)
 
 
-@of_checkpoints.command("eval")
+@of_checkpoints.command("eval", rich_help_panel=CHECKPOINTS)
 def evaluate(
     checkpoint: CheckpointArgument,
     sequences: Annotated[
@@ -64,7 +64,7 @@ def evaluate(
         str | None, typer.Option(metavar="FILE", help="With --tasks: write the JSON there.", show_default=False)
     ] = None,
     allow_task_code: Annotated[
-        bool, typer.Option("--allow-task-code", help="With --tasks: run the code that a task brings.")
+        bool, switch("--allow-task-code", text="With --tasks: run the code that a task brings.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -100,7 +100,7 @@ def evaluate(
     return evaluate_checkpoint(checkpoint, sequences, as_json=as_json)
 
 
-@of_checkpoints.command()
+@of_checkpoints.command(rich_help_panel=CHECKPOINTS)
 def export(
     checkpoint: CheckpointArgument,
     out: Annotated[
@@ -110,11 +110,9 @@ def export(
     shard_gb: Annotated[float, typer.Option("--shard-gb", help="The most that a file of weights has, in GB.")] = 5.0,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Load it with transformers, and compare logits; takes twice the model's memory."),
+        switch("--verify", text="Load it with transformers, and compare logits; takes twice the model's memory."),
     ] = False,
-    keep_mtp: Annotated[
-        bool, typer.Option("--keep-mtp", help="Write modules that predict further tokens, too.")
-    ] = False,
+    keep_mtp: Annotated[bool, switch("--keep-mtp", text="Write modules that predict further tokens, too.")] = False,
 ) -> int:
     """Write a checkpoint as a folder that Hugging Face transformers loads."""
     if dtype not in ("fp32", "bf16", "fp16"):
@@ -131,7 +129,7 @@ def export(
     return code
 
 
-@of_checkpoints.command("import")
+@of_checkpoints.command("import", rich_help_panel=CHECKPOINTS)
 def import_folder(
     source: Annotated[
         str, typer.Argument(metavar="HF_DIR", help="A folder of a transformers model.", show_default=False)
@@ -139,9 +137,7 @@ def import_folder(
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
     ],
-    drop_mtp: Annotated[
-        bool, typer.Option("--drop-mtp", help="Leave out modules that predict further tokens.")
-    ] = False,
+    drop_mtp: Annotated[bool, switch("--drop-mtp", text="Leave out modules that predict further tokens.")] = False,
 ) -> None:
     """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
     from launcher.commands.import_model import import_model
@@ -149,7 +145,7 @@ def import_folder(
     import_model(source, out, drops_mtp=drop_mtp)
 
 
-@of_checkpoints.command("average")
+@of_checkpoints.command("average", rich_help_panel=CHECKPOINTS)
 def average(
     paths: Annotated[
         list[str],
@@ -177,7 +173,7 @@ def average(
     average_checkpoints(paths[:-1], paths[-1], last, weights)
 
 
-@of_checkpoints.command()
+@of_checkpoints.command(rich_help_panel=CHECKPOINTS)
 def generate(
     checkpoint: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
@@ -203,7 +199,7 @@ def generate(
     )
 
 
-@of_checkpoints.command("inspect")
+@of_checkpoints.command("inspect", rich_help_panel=ANALYSIS)
 def inspect(
     checkpoint: CheckpointArgument,
     text: Annotated[

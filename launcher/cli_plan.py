@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.arguments import JsonOption, OverridesArgument
+from launcher.arguments import PLANNING, JsonOption, OverridesArgument, switch
 from launcher.errors import UserError
 
 of_plan = typer.Typer()
@@ -13,7 +13,7 @@ of_plan = typer.Typer()
 TRACES = 3  # how many of a search's best layouts are traced without --traces
 
 
-@of_plan.command()
+@of_plan.command(rich_help_panel=PLANNING)
 def plan(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)] = None,
     overrides: OverridesArgument = None,
@@ -40,7 +40,7 @@ def plan(
             "--rows", help="Instead of CONFIG: plan each row of a file of published measurements.", show_default=False
         ),
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that are legal and fit.")] = False,
+    search: Annotated[bool, switch("--search", text="Rank the layouts that are legal and fit.")] = False,
     write: Annotated[
         Path | None,
         typer.Option("--write", help="With --search: a new file for the first one's config.", show_default=False),
@@ -65,7 +65,7 @@ def plan(
             "--calibrate", metavar="RUN", help="Instead of CONFIG: correct plans by a run.", show_default=False
         ),
     ] = None,
-    calibrations: Annotated[bool, typer.Option("--calibrations", help="List what corrects plans.")] = False,
+    calibrations: Annotated[bool, switch("--calibrations", text="List what corrects plans.")] = False,
     forget: Annotated[
         str | None, typer.Option("--forget", metavar="NAME", help="Remove a calibration.", show_default=False)
     ] = None,

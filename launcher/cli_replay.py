@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from launcher.arguments import (
+    ANALYSIS,
+    TRAINING,
     BeginOption,
     JsonOption,
     LayoutArgument,
@@ -12,19 +14,20 @@ from launcher.arguments import (
     RanksOfRunOption,
     RunArgument,
     StepOption,
+    switch,
 )
 
 of_replay = typer.Typer()  # without a name, so that its commands are top-level ones
 
 
-@of_replay.command("replay")
+@of_replay.command("replay", rich_help_panel=ANALYSIS)
 def replay(
     run: RunArgument,
     step: StepOption,
     overrides: LayoutArgument = None,
     ranks: RanksOfRunOption = None,
     begin: BeginOption = None,
-    text: Annotated[bool, typer.Option("--text", help="Print its documents, coloured by each token's loss.")] = False,
+    text: Annotated[bool, switch("--text", text="Print its documents, coloured by each token's loss.")] = False,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write those as a page.", show_default=False)
     ] = None,
@@ -39,7 +42,7 @@ def replay(
     return replay_step(run, step, overrides or (), wishes)
 
 
-@of_replay.command("blame")
+@of_replay.command("blame", rich_help_panel=ANALYSIS)
 def blame(
     run: RunArgument,
     step: StepOption,
@@ -65,7 +68,7 @@ def blame(
     return blame_step(run, step, overrides or (), wishes)
 
 
-@of_replay.command("branch")
+@of_replay.command("branch", rich_help_panel=TRAINING)
 def branch(
     run: RunArgument,
     new: Annotated[str, typer.Argument(metavar="NEW", help="The run directory to make.", show_default=False)],
