@@ -24,13 +24,18 @@ def switch(*names: str, text: str) -> Any:
 
 ConfigArgument = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False, autocompletion=offer_files),
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML config. Keys that it leaves out have their defaults.",
+        show_default=False,
+        autocompletion=offer_files,
+    ),
 ]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Dotted overrides, e.g. optimizer.lr=2e-4 parallel.tp=2.",
+        metavar="KEY=VALUE",
+        help="Config keys to override, with dots: optimizer.lr=2e-4 parallel.tp=2.",
         show_default=False,
         autocompletion=offer_overrides,
     ),
@@ -38,35 +43,47 @@ OverridesArgument = Annotated[
 LayoutArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Another layout, e.g. parallel.tp=2 parallel.zero=1.",
+        metavar="KEY=VALUE",
+        help="Another layout to compute on: parallel.tp=2 parallel.zero=1 (default: the run's own).",
         show_default=False,
         autocompletion=offer_overrides,
     ),
 ]
 LocalRanksOption = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, help="Local processes (default: one for each GPU, or one).", show_default=False),
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        help="Number of local processes (default: one for each GPU, or 1). Leave it out under srun or torchrun.",
+        show_default=False,
+    ),
 ]
 GpuOption = Annotated[
     str | None,
     typer.Option(
         "--as",
         metavar="GPU",
-        help="Estimate for a GPU that is not here: H200, H100, ..., or a YAML file.",
+        help="Estimate for this GPU instead of measuring here: a name such as H200, or a YAML file that describes it.",
         show_default=False,
     ),
 ]
 NewFolderOption = Annotated[
     str | None,
-    typer.Option("--out", metavar="DIR", help="A new folder (default: profile-NAME).", show_default=False),
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="The folder to write; must be new or empty (default: profile-NAME, by the config's name).",
+        show_default=False,
+    ),
 ]
 RanksOption = Annotated[
     int | None,
     typer.Option(
         "--ranks",
+        metavar="N",
         min=1,
-        help="Processes that the config is checked for (default: the fewest that its layout takes).",
+        help="Check the config for N processes (default: the fewest that its layout can run on).",
         show_default=False,
     ),
 ]
@@ -74,29 +91,58 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A run directory, a checkpoint's, or its URL.",
+        help="A run directory (for its newest good checkpoint), one checkpoint's directory, or a URL.",
         show_default=False,
         autocompletion=offer_checkpoints,
     ),
 ]
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run directory or name.", show_default=False, autocompletion=offer_runs),
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, or the name of a run in the folder runs.",
+        show_default=False,
+        autocompletion=offer_runs,
+    ),
 ]
-StepOption = Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step.", show_default=False)]
+OtherRunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="OTHER_RUN",
+        help="The run to compare it with, likewise.",
+        show_default=False,
+        autocompletion=offer_runs,
+    ),
+]
+StepOption = Annotated[
+    int, typer.Option("--step", metavar="N", min=1, help="The step to execute again.", show_default=False)
+]
 RanksOfRunOption = Annotated[
-    int | None, typer.Option("--ranks", min=1, help="Local processes (default: the run's).", show_default=False)
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        help="Number of local processes (default: as many as the run had).",
+        show_default=False,
+    ),
 ]
 BeginOption = Annotated[
     int | None,
-    typer.Option("--from", metavar="N", min=0, help="The checkpoint (default: the nearest).", show_default=False),
+    typer.Option(
+        "--from",
+        metavar="N",
+        min=0,
+        help="Begin at the checkpoint of step N; 0: at the initial weights (default: the last one before --step).",
+        show_default=False,
+    ),
 ]
-JsonOption = Annotated[bool, switch("--json", text="Print JSON.")]
+JsonOption = Annotated[bool, switch("--json", text="Print JSON instead of text.")]
 DirArgument = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="A checkpoint's directory or URL, or a run directory.",
+        help="A run directory (for all its checkpoints), one checkpoint's directory, or a URL.",
         show_default=False,
         autocompletion=offer_checkpoints,
     ),

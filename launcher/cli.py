@@ -45,7 +45,8 @@ from parallel.processes.environment import WrongEnvironment
 
 app = typer.Typer(
     name="roundtable",
-    help="Pretrains mixture-of-experts language models; every parallel layout trains the same model.",
+    help="Pretrains mixture-of-experts language models; every parallel layout trains the same model.\n\n"
+    "`roundtable COMMAND --help` explains a command with its arguments and options.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -80,7 +81,10 @@ def _options(
 
 @app.command(rich_help_panel=SETUP)
 def doctor(as_json: JsonOption = False) -> int:
-    """Say what this machine has and what will not work."""
+    """List what this machine has (GPUs, libraries, memory) and what will not work.
+
+    Exit code 1: training cannot work here.
+    """
     from launcher.commands.doctor import print_report
 
     return print_report(as_json=as_json)
@@ -89,15 +93,25 @@ def doctor(as_json: JsonOption = False) -> int:
 @app.command("config", rich_help_panel=SETUP)
 def print_config(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="A YAML config; with --keys, how keys begin.")
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="A YAML config; with --keys: the beginning of the keys to list, such as optimizer."
+        ),
     ] = None,
     overrides: OverridesArgument = None,
     ranks: RanksOption = None,
-    keys: Annotated[bool, switch("--keys", text="Print every key, its default, values and meaning.")] = False,
-    schema: Annotated[bool, switch("--schema", text="Print a JSON schema of the config, for editors.")] = False,
+    keys: Annotated[
+        bool, switch("--keys", text="List the config's keys with their defaults, possible values and meanings.")
+    ] = False,
+    schema: Annotated[
+        bool, switch("--schema", text="Print a JSON schema, with which editors check and complete configs.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved config, marking what differs from the defaults; or every key that there is."""
+    """Print the resolved config and mark what differs from the defaults.
+
+    With --keys or --schema: describe the keys that a config can have. CONFIG is not needed then.
+    """
     if schema:
         from launcher.config.json_schema import print_schema
 
@@ -122,10 +136,17 @@ def print_config(
 def completion(
     shell: Annotated[
         str,
-        typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False, autocompletion=offer_shells),
+        typer.Argument(
+            metavar="SHELL", help="Your shell: bash, zsh or fish.", show_default=False, autocompletion=offer_shells
+        ),
     ],
 ) -> None:
-    """Print what a shell sources to complete commands, keys and runs: source <(roundtable completion bash)."""
+    """Print a script that makes <TAB> complete commands, config keys and runs.
+
+    In bash: source <(roundtable completion bash)
+    In zsh, after compinit: source <(roundtable completion zsh)
+    In fish: roundtable completion fish > ~/.config/fish/completions/roundtable.fish
+    """
     from launcher.commands.completion import print_script
 
     print_script(shell)
@@ -135,9 +156,14 @@ def completion(
 def prepare(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    report: Annotated[bool, switch("--report", text="Also write an HTML page of the data into token_dir.")] = False,
+    report: Annotated[
+        bool, switch("--report", text="Also write an HTML page about the data into data.token_dir.")
+    ] = False,
 ) -> None:
-    """Turn raw text into token files; restartable. In a Slurm array, each task does its share."""
+    """Tokenize raw text into token files; can be stopped and started again.
+
+    The files go to data.token_dir. In a Slurm job array, each task prepares its share.
+    """
     from launcher.commands.prepare import prepare_shown
     from launcher.config.checked import fewest_ranks, load_checked
     from launcher.training.run_dir import enter_start_folder
@@ -157,14 +183,26 @@ def train(
     ranks: LocalRanksOption = None,
     max_restarts: Annotated[
         int,
-        typer.Option("--max-restarts", min=0, help="Starts after a crash, from the last good checkpoint."),
+        typer.Option(
+            "--max-restarts",
+            metavar="N",
+            min=0,
+            help="After a crash, start all local processes again from the last good checkpoint, at most N times.",
+        ),
     ] = 0,
     dry_run: Annotated[
-        bool, switch("--dry-run", text="Make every check, say what the run would take, and change nothing.")
+        bool, switch("--dry-run", text="Make every check, print what the run would take, and change nothing.")
     ] = False,
-    as_json: Annotated[bool, switch("--json", text="Print JSON; with --dry-run.")] = False,
+    as_json: Annotated[bool, switch("--json", text="With --dry-run: print JSON instead of text.")] = False,
 ) -> int:
-    """Train; goes on from the run directory's checkpoint if it holds one. Under srun or torchrun, joins that job."""
+    """Train, or resume from the last good checkpoint in the run directory.
+
+    Starts local processes, and first prepares token files that are missing.
+    Under srun or torchrun it joins the job, for which the token files must be there.
+
+    Exit codes: 0 trained; 2 wrong input; 3 stopped by a rule of the config's section health;
+    75 stopped on request after saving a checkpoint; 130 interrupted; 1 any other failure.
+    """
     if dry_run:
         from launcher.plan.dry_run import dry_run as try_start
 
@@ -181,17 +219,20 @@ def runs(
     directories: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DIR]...", help="Folders of runs, or run directories (default: runs).", show_default=False
+            metavar="DIR", help="Folders of runs, or run directories (default: the folder runs).", show_default=False
         ),
     ] = None,
     as_json: JsonOption = False,
     clean: Annotated[
         bool,
-        switch("--clean", text="Remove token files and tokenizers that none of these runs needs; asks first."),
+        switch(
+            "--clean",
+            text="Remove token files, tokenizers and partial folders that none of these runs needs; asks first.",
+        ),
     ] = False,
-    yes: Annotated[bool, switch("--yes", text="With --clean: do not ask.")] = False,
+    yes: Annotated[bool, switch("--yes", text="With --clean: remove without asking.")] = False,
 ) -> int:
-    """List the runs: state, step, losses, checkpoints, size on disk; the last changed first."""
+    """List runs with their state, step, losses and size; the last changed comes first."""
     if clean:
         from launcher.commands.clean import clean as remove_unneeded
 
@@ -210,16 +251,23 @@ def plot(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Run directories or names.", show_default=False, autocompletion=offer_runs
+            metavar="RUN",
+            help="Run directories, or names of runs in the folder runs.",
+            show_default=False,
+            autocompletion=offer_runs,
         ),
     ],
     out: Annotated[
         str | None,
-        typer.Option(help="The picture: .png, .svg or .pdf (default: RUN/plot.png, or plot.png).", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="The picture to write: .png, .svg or .pdf (default: RUN/plot.png; of several runs, plot.png here).",
+            show_default=False,
+        ),
     ] = None,
-    x: Annotated[str, typer.Option("--x", help="steps or tokens.")] = "steps",
+    x: Annotated[str, typer.Option("--x", metavar="AXIS", help="The horizontal axis: steps or tokens.")] = "steps",
 ) -> int:
-    """Draw one picture that compares runs: losses, gradient norm, learning rate, speed, load of the experts."""
+    """Draw one picture that compares runs: losses, gradient norm, speed and more."""
     from launcher.commands.plot import plot_runs
 
     return plot_runs(names, out, x)
@@ -230,19 +278,31 @@ def report(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Run directories or names.", show_default=False, autocompletion=offer_runs
+            metavar="RUN",
+            help="Run directories, or names of runs in the folder runs.",
+            show_default=False,
+            autocompletion=offer_runs,
         ),
     ],
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html; of several, report.html.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="The page to write: .html (default: RUN/report.html; of several runs, report.html here).",
+            show_default=False,
+        ),
     ] = None,
     plan_gpu: Annotated[
         str | None,
-        typer.Option("--plan", metavar="GPU", help="Lay `plan` for that GPU beside each run.", show_default=False),
+        typer.Option(
+            "--plan",
+            metavar="GPU",
+            help="Also show what `plan` predicts for this GPU beside each run: a name such as H100, or a YAML file.",
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
-    """Write one HTML page, which needs no network, about a run, or several laid over each other."""
+    """Write one HTML page, readable without a network, about one run or several."""
     from launcher.commands.report import report_runs
 
     return report_runs(names, out, plan_gpu)
@@ -254,16 +314,30 @@ def prove(
     overrides: OverridesArgument = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Local processes (default: the fewest for the axes).", show_default=False),
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            help="Number of local processes (default: the layout with dp 2, its degrees lowered to fit 8 processes).",
+            show_default=False,
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=32, help="Updates that are compared.")] = 3,
-    keep: Annotated[bool, switch("--keep", text="Keep the folder with tokens and checkpoints.")] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=32, help="Number of updates to compare.")
+    ] = 3,
+    keep: Annotated[
+        bool, switch("--keep", text="Keep the proof's folder of token files and checkpoints, and print its path.")
+    ] = False,
     matrix: Annotated[
-        bool, switch("--matrix", text="The whole table of layouts, whatever the config's own; about an hour.")
+        bool, switch("--matrix", text="Prove a whole table of layouts instead of the config's own; may take an hour.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Show that the layout trains the same model as one plain process: a small one, on local CPU processes."""
+    """Show that the layout trains a small copy of the model as one plain process does.
+
+    Runs on local CPU processes, and compares losses, gradients, weights, routing, samples and checkpoints.
+    Exit code 1: something differs.
+    """
     if matrix:
         from launcher.prove.matrix import prove_matrix
 
@@ -278,16 +352,28 @@ def prove(
 @app.command(rich_help_panel=PLANNING)
 def coords(
     config: ConfigArgument,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The picture: .png, .svg or .pdf.", show_default=False)],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The picture to write: .png, .svg or .pdf.", show_default=False)
+    ],
     overrides: OverridesArgument = None,
     widths: Annotated[
         str | None,
-        typer.Option(metavar="D,D,...", help="Widths (default: four, each twice the last).", show_default=False),
+        typer.Option(
+            metavar="D,D,...",
+            help="Values of model.d_model (default: 4, 8, 16 and 32 times that of the model as `prove` shrinks it).",
+            show_default=False,
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Updates at each width.")] = 4,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=1000, help="Number of updates at each width.")
+    ] = 4,
     as_json: JsonOption = False,
 ) -> int:
-    """Draw the sizes of activations over the width, under muP and without: flat lines mean that muP is right."""
+    """Run muP's coordinate check: plot the sizes of activations against the width.
+
+    Trains small models of several widths, with muP and without. Flat lines mean that muP is right.
+    Exit code 1: a line is not flat under muP.
+    """
     from launcher.commands.coords import check_coordinates
 
     return check_coordinates(config, out, overrides or (), widths, steps, as_json)
@@ -299,12 +385,16 @@ def profile(
     overrides: OverridesArgument = None,
     gpu: GpuOption = None,
     ranks: LocalRanksOption = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that are measured.")] = 3,
-    warmup: Annotated[int, typer.Option("--warmup", help="Steps before them.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Number of steps to measure.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="Number of steps to run before those.")] = 2,
     out: NewFolderOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Say where a training step's time goes, part by part, against this machine's roofline, or a GPU's."""
+    """Measure where the time of a training step goes, part by part.
+
+    Compares each part with this machine's roofline, and writes a trace for Perfetto and a picture of memory.
+    With --as: estimate the same for a GPU, without having one.
+    """
     from launcher.commands.profile import Wishes, profile_config
 
     wishes = Wishes(out=out, ranks=ranks, steps=steps, warmup=warmup, as_json=as_json)

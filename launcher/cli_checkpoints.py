@@ -11,13 +11,16 @@ from launcher.console import say
 from launcher.errors import UserError
 
 of_checkpoints = typer.Typer()  # without a name, so that its commands are top-level ones
-checkpoint_app = typer.Typer(help="Check a checkpoint, or show what it holds.")
+checkpoint_app = typer.Typer(help="Show what a checkpoint or a run holds, or verify every byte of it.")
 of_checkpoints.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=CHECKPOINTS)
 
 
 @checkpoint_app.command("verify")
 def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
-    """Re-check certificate and hashes, of one checkpoint or of all of a run; exit code 1 where a file is damaged."""
+    """Read every byte of a checkpoint, or of all of a run, and compare the hashes.
+
+    Nothing is changed. Exit code 1: a file is damaged.
+    """
     from launcher.commands.checkpoint import verify
 
     return verify(directory, as_json=as_json)
@@ -25,7 +28,7 @@ def verify_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> in
 
 @checkpoint_app.command("show")
 def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
-    """List what a checkpoint holds, or a run's checkpoints."""
+    """List the tensors and files of a checkpoint, or the checkpoints of a run."""
     from launcher.commands.checkpoint import show
 
     return show(directory, as_json=as_json)
@@ -35,40 +38,76 @@ def show_checkpoint(directory: DirArgument, as_json: JsonOption = False) -> int:
 def evaluate(
     checkpoint: CheckpointArgument,
     sequences: Annotated[
-        int | None, typer.Option(help="Held-out sequences (default: train.eval_sequences).", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of held-out sequences, at most (default: the config's train.eval_sequences).",
+            show_default=False,
+        ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text, jsonl or parquet to read instead.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Print the loss on this text instead: a text, jsonl or parquet file, a folder or a glob.",
+            show_default=False,
+        ),
     ] = None,
     text_key: Annotated[
         str | None,
         typer.Option(
-            metavar="FIELD", help="The field of its records with the text (default: text).", show_default=False
+            metavar="FIELD",
+            help="In jsonl and parquet files: the field with the text (default: text).",
+            show_default=False,
         ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
-            metavar="TASK,...", help="Tasks of lm-evaluation-harness, or YAML files of your own.", show_default=False
+            metavar="TASK,...",
+            help="Print scores on tasks instead: names in lm-evaluation-harness, or YAML files of your own.",
+            show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="With --tasks: documents of each at most.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --tasks: only the first N documents of each task (default: all).",
+            show_default=False,
+        ),
     ] = None,
     shots: Annotated[
-        int | None, typer.Option(help="With --tasks: examples before each document.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --tasks: number of examples before each document (default: what each task says).",
+            show_default=False,
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="With --tasks: of the draws (1234).", show_default=False)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --tasks: seed for drawing examples and sampled texts (default: 1234).",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="With --tasks: write the JSON there.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="FILE", help="With --tasks: also write the scores to this new file, as JSON.", show_default=False
+        ),
     ] = None,
     allow_task_code: Annotated[
-        bool, switch("--allow-task-code", text="With --tasks: run the code that a task brings.")
+        bool,
+        switch(
+            "--allow-task-code", text="With --tasks: run the code in task files. Use it only for files that you trust."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Print a checkpoint's loss on held-out data or on a file of text, or its scores on tasks."""
+    """Print a checkpoint's held-out loss, its loss on a text, or its scores on tasks."""
     of_tasks = {"--limit": limit, "--shots": shots, "--seed": seed, "--out": out}
     of_tasks["--allow-task-code"] = allow_task_code or None
     if tasks is not None:
@@ -104,17 +143,27 @@ def evaluate(
 def export(
     checkpoint: CheckpointArgument,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write; must not exist.", show_default=False)
+        Path, typer.Argument(metavar="OUT", help="The folder to write; must be new or empty.", show_default=False)
     ],
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    shard_gb: Annotated[float, typer.Option("--shard-gb", help="The most that a file of weights has, in GB.")] = 5.0,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Precision of the weights: fp32 (exact), bf16 or fp16.")
+    ] = "fp32",
+    shard_gb: Annotated[
+        float, typer.Option("--shard-gb", metavar="GB", help="Largest size of a file of weights, in GB (10^9 bytes).")
+    ] = 5.0,
     verify: Annotated[
         bool,
-        switch("--verify", text="Load it with transformers, and compare logits; takes twice the model's memory."),
+        switch(
+            "--verify",
+            text="Keep the folder only if transformers computes the same logits; needs the memory of two models.",
+        ),
     ] = False,
-    keep_mtp: Annotated[bool, switch("--keep-mtp", text="Write modules that predict further tokens, too.")] = False,
+    keep_mtp: Annotated[bool, switch("--keep-mtp", text="Write the modules of multi-token prediction, too.")] = False,
 ) -> int:
-    """Write a checkpoint as a folder that Hugging Face transformers loads."""
+    """Write a checkpoint as a folder that Hugging Face transformers loads.
+
+    `AutoModelForCausalLM.from_pretrained` loads it without custom code.
+    """
     if dtype not in ("fp32", "bf16", "fp16"):
         raise UserError([f"--dtype={dtype} must be fp32, bf16 or fp16; fp32 keeps every bit of the trained weights"])
     if not 1e-6 <= shard_gb <= 1e6:
@@ -132,14 +181,22 @@ def export(
 @of_checkpoints.command("import", rich_help_panel=CHECKPOINTS)
 def import_folder(
     source: Annotated[
-        str, typer.Argument(metavar="HF_DIR", help="A folder of a transformers model.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="HF_DIR",
+            help="The folder of a transformers model: config.json and safetensors files.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The run directory to write; must not exist.", show_default=False)
+        str, typer.Argument(metavar="OUT", help="The run directory to write; must be new or empty.", show_default=False)
     ],
-    drop_mtp: Annotated[bool, switch("--drop-mtp", text="Leave out modules that predict further tokens.")] = False,
+    drop_mtp: Annotated[bool, switch("--drop-mtp", text="Leave out the modules of multi-token prediction.")] = False,
 ) -> None:
-    """Turn a folder of a Hugging Face transformers model into a run directory; its weights become fp32."""
+    """Turn a Hugging Face transformers model into a run directory.
+
+    eval, generate, inspect and export take it, and init_from starts a run with its weights, which become fp32.
+    """
     from launcher.commands.import_model import import_model
 
     import_model(source, out, drops_mtp=drop_mtp)
@@ -151,21 +208,32 @@ def average(
         list[str],
         typer.Argument(
             metavar="CHECKPOINT... OUT",
-            help="Run directories or checkpoints, then the run directory to write, which must not exist.",
+            help="Run directories or checkpoints, then the run directory to write, which must be new or empty.",
             show_default=False,
             autocompletion=offer_checkpoints,
         ),
     ],
     last: Annotated[
         int | None,
-        typer.Option("--last", metavar="N", min=1, help="Of each run, its last N checkpoints.", show_default=False),
+        typer.Option(
+            "--last",
+            metavar="N",
+            min=1,
+            help="Average the last N checkpoints of each run (default: its newest good one).",
+            show_default=False,
+        ),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="W,W,...", help="A number for each checkpoint (default: all alike).", show_default=False),
+        typer.Option(
+            metavar="W,W,...", help="A weight for each checkpoint (default: all count alike).", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Write the mean of several checkpoints' weights as a run directory, which eval, export and init_from take."""
+    """Average the weights of several checkpoints into a new run directory.
+
+    eval, generate, inspect and export take it, and init_from starts a run with its weights.
+    """
     if len(paths) < 2:
         raise UserError([f"OUT is missing after {paths[0]}; name the run directory to write last"])
     from launcher.commands.average import average_checkpoints
@@ -176,14 +244,28 @@ def average(
 @of_checkpoints.command(rich_help_panel=CHECKPOINTS)
 def generate(
     checkpoint: CheckpointArgument,
-    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token always.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.", show_default=False)] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens of this share.", show_default=False)
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Number of tokens to generate, unless the text ends before.")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="How random the draws are; 0 always takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="Draw only from the K likeliest tokens (default: from all).", show_default=False
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Draw only from the likeliest tokens that together have probability P (default: from all).",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.")] = 0,
 ) -> None:
     """Continue a prompt with a trained model."""
     from launcher.commands.generate import generate_from_checkpoint
@@ -204,44 +286,73 @@ def inspect(
     checkpoint: CheckpointArgument,
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="TEXT", help="A text to look at; may be given several times."),
+        typer.Option("--text", metavar="TEXT", help="A text to run the model on; may be given several times."),
     ] = None,
     text_file: Annotated[
         list[str] | None,
-        typer.Option("--text-file", metavar="FILE", help="Text, jsonl or parquet; may be given several times."),
+        typer.Option(
+            "--text-file",
+            metavar="FILE",
+            help="A text, jsonl or parquet file, a folder or a glob; may be given several times.",
+        ),
     ] = None,
     text_key: Annotated[
         str | None,
         typer.Option(
-            metavar="FIELD", help="The field of its records with the text (default: text).", show_default=False
+            metavar="FIELD",
+            help="In jsonl and parquet files: the field with the text (default: text).",
+            show_default=False,
         ),
     ] = None,
     show: Annotated[
         str | None,
-        typer.Option(metavar="PARTS", help="Of attention,experts,lens (default: all there are).", show_default=False),
+        typer.Option(
+            metavar="PARTS", help="What to show: some of attention,experts,lens (default: all).", show_default=False
+        ),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="N,N-N", help="Of attention's maps; all (default: four).", show_default=False),
+        typer.Option(
+            metavar="N,N-N",
+            help="Layers whose attention is shown, from 0: 0,4-6 or all (default: four).",
+            show_default=False,
+        ),
     ] = None,
     heads: Annotated[
         str | None,
-        typer.Option(metavar="N,N-N", help="Of attention's maps; all (default: the first eight).", show_default=False),
+        typer.Option(
+            metavar="N,N-N",
+            help="Heads whose attention is shown, from 0: 0,4-6 or all (default: the first eight).",
+            show_default=False,
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of each text, so many are looked at.")] = 256,
-    top_k: Annotated[int, typer.Option(help="Tokens that the lens shows at each place.")] = 5,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Number of tokens of each text to run, at most.")] = 256,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", help="For lens: number of predicted tokens to show for each token and layer.")
+    ] = 5,
     sequences: Annotated[
         int | None,
-        typer.Option(help="Held-out sequences of each source, for experts (default: 8).", show_default=False),
+        typer.Option(
+            metavar="N",
+            help="For experts: number of held-out sequences of each data source (default: 8).",
+            show_default=False,
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Precision to compute in: fp32, bf16 or fp16.")] = "fp32",
     out: Annotated[
         str | None,
-        typer.Option(metavar="DIR|FILE.html", help="Write a page; into a folder, pictures too.", show_default=False),
+        typer.Option(
+            metavar="DIR|FILE.html",
+            help="Write an HTML page; into a new folder DIR: the page and pictures.",
+            show_default=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Show what a forward pass of some text computes: attention maps, routers' choices, each layer's predictions."""
+    """Show attention, the routers' choices and each layer's predictions on a text.
+
+    Exit code 1: a check fails that what is shown agrees with the model's output.
+    """
     from launcher.commands.inspect import inspect_checkpoint
     from launcher.inspection.asked import Wishes
 

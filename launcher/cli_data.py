@@ -4,15 +4,18 @@ from typing import Annotated
 
 import typer
 
-from launcher.arguments import JsonOption, RunArgument
+from launcher.arguments import JsonOption, OtherRunArgument, RunArgument
 
-data_app = typer.Typer(help="Say which data the steps of a run saw, computed from its record, not from logs.")
+data_app = typer.Typer(
+    help="Show which documents the steps of a run saw, or compare the data of two runs.\n\n"
+    "Computed from the run's record and its token files, not from logs."
+)
 
 
 @data_app.command("show")
 def show_data(
     run: RunArgument,
-    step: Annotated[int, typer.Option(help="The step, from 1.", show_default=False)],
+    step: Annotated[int, typer.Option(metavar="N", help="The step, counted from 1.", show_default=False)],
     as_json: JsonOption = False,
 ) -> int:
     """Print the documents, token ranges and sources of a step."""
@@ -26,23 +29,31 @@ def find_data(
     run: RunArgument,
     document: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="SOURCE/FILE:NUMBER, as `data show` prints it.", show_default=False),
+        typer.Option(
+            metavar="ID", help="The document to find: SOURCE/FILE:NUMBER, as `data show` prints it.", show_default=False
+        ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="PIECE", help="A piece of text, to the letter.", show_default=False),
+        typer.Option(metavar="PIECE", help="The piece of text to find, to the letter.", show_default=False),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Print the steps that saw a document, or a piece of text."""
+    """Print the steps that saw a document or a piece of text.
+
+    Give one of --document and --text.
+    """
     from launcher.commands.data_where import show_where
 
     return show_where(run, document, text, as_json=as_json)
 
 
 @data_app.command("diff")
-def compare_data(run: RunArgument, other: RunArgument, as_json: JsonOption = False) -> int:
-    """Print the first step at which the data of two runs differ, and how; exit code 1 where one does."""
+def compare_data(run: RunArgument, other: OtherRunArgument, as_json: JsonOption = False) -> int:
+    """Print the first step at which the data of two runs differ, and how.
+
+    Exit code 1: they differ.
+    """
     from launcher.commands.data_diff import show_difference
 
     return show_difference((run, other), as_json=as_json)

@@ -15,63 +15,131 @@ TRACES = 3  # how many of a search's best layouts are traced without --traces
 
 @of_plan.command(rich_help_panel=PLANNING)
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML config.", show_default=False)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A YAML config. Keys that it leaves out have their defaults.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", help="H200, or a YAML file (default: slurm.gpu, or H100).", show_default=False),
+        typer.Option(
+            "--gpu",
+            metavar="GPU",
+            help="The GPU: a name such as H200, or a YAML file that describes it (default: slurm.gpu, or H100).",
+            show_default=False,
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="GPUs (default: the job of the config).", show_default=False)
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            min=1,
+            help="Number of GPUs (default: those of the config's Slurm job, or the fewest that its layout takes).",
+            show_default=False,
+        ),
     ] = None,
     imbalance: Annotated[
-        float, typer.Option("--imbalance", help="Rows that the busiest rank of ep receives, over the mean.")
+        float,
+        typer.Option(
+            "--imbalance",
+            metavar="RATIO",
+            help="Load of the busiest rank of ep over the mean; 1 is balanced. Not used by --search.",
+        ),
     ] = 1.0,
     machine: Annotated[
         str | None,
-        typer.Option("--as", metavar="cpu", help="For processes on this machine's processor.", show_default=False),
+        typer.Option(
+            "--as",
+            metavar="cpu",
+            help="Plan a step of processes on this machine's processor instead.",
+            show_default=False,
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="With --as: processes (default: 1).", show_default=False)
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            help="With --as: number of processes (default: one for each GPU, or 1).",
+            show_default=False,
+        ),
     ] = None,
     rows: Annotated[
         Path | None,
         typer.Option(
-            "--rows", help="Instead of CONFIG: plan each row of a file of published measurements.", show_default=False
+            "--rows",
+            metavar="FILE",
+            help="Instead of CONFIG: plan each row of a file of published measurements.",
+            show_default=False,
         ),
     ] = None,
-    search: Annotated[bool, switch("--search", text="Rank the layouts that are legal and fit.")] = False,
+    search: Annotated[
+        bool, switch("--search", text="Rank the layouts that are legal and fit, the fastest first.")
+    ] = False,
     write: Annotated[
         Path | None,
-        typer.Option("--write", help="With --search: a new file for the first one's config.", show_default=False),
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="With --search: write the config of the first layout to this new file.",
+            show_default=False,
+        ),
     ] = None,
     traces: Annotated[
         int | None,
         typer.Option(
-            "--traces", min=0, help="With --search: trace so many of the best (default: 3).", show_default=False
+            "--traces",
+            metavar="N",
+            min=0,
+            help="With --search: order the best N anew by traces, which are more exact (default: 3).",
+            show_default=False,
         ),
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option("--timeline", metavar="FILE", help="Draw one step: .svg, .png or .pdf.", show_default=False),
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Also draw the time of one step into this picture: .svg, .png or .pdf.",
+            show_default=False,
+        ),
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option("--price-per-gpu-hour", help="Say what the run costs, in any currency.", show_default=False),
+        typer.Option(
+            "--price-per-gpu-hour",
+            metavar="PRICE",
+            help="Also print what the run costs at this price of one GPU for an hour, in any currency.",
+            show_default=False,
+        ),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            "--calibrate", metavar="RUN", help="Instead of CONFIG: correct plans by a run.", show_default=False
+            "--calibrate",
+            metavar="RUN",
+            help="Instead of CONFIG: correct later plans by what this run measured.",
+            show_default=False,
         ),
     ] = None,
-    calibrations: Annotated[bool, switch("--calibrations", text="List what corrects plans.")] = False,
+    calibrations: Annotated[
+        bool, switch("--calibrations", text="Instead of CONFIG: list the calibrations that correct plans.")
+    ] = False,
     forget: Annotated[
-        str | None, typer.Option("--forget", metavar="NAME", help="Remove a calibration.", show_default=False)
+        str | None,
+        typer.Option(
+            "--forget", metavar="NAME", help="Instead of CONFIG: remove this calibration.", show_default=False
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Say whether a run fits the GPUs' memory, and what it takes, before it is paid for; without a GPU."""
+    """Estimate, without a GPU, whether a run fits the memory and how long it takes."""
     from launcher.commands import plan as commands
 
     instead = {"--rows": rows, "--calibrate": calibrate, "--calibrations": calibrations or None, "--forget": forget}
