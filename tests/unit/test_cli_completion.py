@@ -65,6 +65,15 @@ def test_keys_and_values_are_those_of_the_config(folder):
     assert values_of("no.such.key") == []
 
 
+def test_sections_that_may_be_null_are_keys_with_that_value(folder):
+    keys = all_keys()
+    sections = [key for key in keys if any(each.startswith(f"{key}.") for each in keys)]
+    assert {"model.moe", "model.rope_scaling", "data.cleaning"} <= set(sections)
+    for key in sections:
+        assert values_of(key) == ["null"]
+        load_config(folder / "c.yaml", [f"{key}=null"])
+
+
 @pytest.mark.parametrize(
     "key", ["train.precision", "optimizer.name", "schedule.name", "metrics.wandb.mode", "parallel.cp"]
 )
