@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--side", nargs=2, metavar=("MODEL", "MODE"))
-    parser.add_argument("--bytes", action="store_true", help="of a side: count its activations instead")
+    parser.add_argument("--bytes", action="store_true", help="with --side: count its activations instead of timing it")
     add_precision(parser)
     arguments = parser.parse_args()
     if arguments.side is not None:

@@ -209,7 +209,7 @@ def told(contents: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Writes the page, or with --check says whether it is as it would be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where the page differs")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page differs")
     arguments = parser.parse_args()
     try:
         text = page(RESULTS)

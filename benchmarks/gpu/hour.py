@@ -56,9 +56,11 @@ def parsed() -> argparse.Namespace:
     numbers = [part.number for part in PARTS]
     parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, default=None, choices=numbers)
-    parser.add_argument("--dry", action="store_true", help="on the CPU with small sizes: no figure of it counts")
+    parser.add_argument(
+        "--dry", action="store_true", help="run on the CPU with small sizes; the figures measure nothing"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--minutes", type=float, default=None, help="of each part, instead of its own limit")
+    parser.add_argument("--minutes", type=float, default=None, help="time limit of each part (default: its own)")
     parser.add_argument("--check", default="", help="only checks whose names contain this, or one of these|several")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()

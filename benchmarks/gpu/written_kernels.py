@@ -74,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="a folder for the Triton sources")
+    parser.add_argument("--out", type=Path, help="write the Triton sources into this folder")
     arguments = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
         print("written_kernels: needs triton; `make bench-peers` brings it into build/peers", file=sys.stderr)

@@ -112,9 +112,9 @@ def main() -> int:
     """The command; returns 1 where an input was not taken as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
-    parser.add_argument("--only", choices=TARGETS, default=None, help="one target")
-    parser.add_argument("--case", type=int, default=None, help="one case of that seed")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the inputs (default: a new one each time)")
+    parser.add_argument("--only", choices=TARGETS, default=None, help="fuzz only this parser")
+    parser.add_argument("--case", type=int, default=None, help="run only this case of the seed")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     targets = [options.only] if options.only else list(TARGETS)

@@ -295,8 +295,8 @@ def tell(line: str) -> None:
 def main() -> int:
     """The command: a line for each violation on stderr, and a JSON summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="only every n-th input")
-    parser.add_argument("--kind", choices=sorted({kind for kind, _ in inputs()}), help="only inputs of this kind")
+    parser.add_argument("--every", type=int, default=1, help="try only every n-th input")
+    parser.add_argument("--kind", choices=sorted({kind for kind, _ in inputs()}), help="try only inputs of this kind")
     options = parser.parse_args()
     result = sweep(slice(None, None, options.every), tell, options.kind)
     print(json.dumps({"tried": result.tried, "exit_codes": result.codes, "violations": len(result.violations)}))

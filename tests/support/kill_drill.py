@@ -419,8 +419,8 @@ def main() -> int:
     """The command; returns 1 where a run has problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
-    parser.add_argument("--only", type=int, default=None, help="one run of that seed")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the runs (default: a new one each time)")
+    parser.add_argument("--only", type=int, default=None, help="make only this run of the seed")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     numbers = [options.only] if options.only is not None else range(options.runs)
