@@ -16,6 +16,7 @@ from page_commands import commands_of, first_missing, run_page
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS: Any = typer.main.get_command(app)
+SUMMARY_LETTERS = 82  # of a command in `roundtable --help`, which then takes one line of 100 columns
 
 
 def faults(words: list[str]) -> Iterator[str]:
@@ -67,7 +68,17 @@ def test_every_command_is_on_a_page():
     assert [words for words, _ in leaves() if f"roundtable {' '.join(words)}" not in texts] == []
 
 
-OF_A_RUN = {words: command for words, command in leaves() if takes_a_run(command)}
+LEAVES = dict(leaves())
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_help_says_what_each_command_and_argument_is(words):
+    summary, *_ = LEAVES[words].help.split("\n\n")
+    assert summary.endswith(".") and len(summary) <= SUMMARY_LETTERS
+    assert [each.name for each in LEAVES[words].params if each.name != "help" and not each.help] == []
+
+
+OF_A_RUN = {words: command for words, command in LEAVES.items() if takes_a_run(command)}
 
 
 @pytest.mark.parametrize("words", OF_A_RUN, ids=" ".join)
