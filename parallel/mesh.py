@@ -196,7 +196,7 @@ def open_mesh(parallel: ParallelConfig, timeout_seconds: int, nccl_seconds: int 
 
 
 def pairings(n: int) -> list[list[tuple[int, int]]]:
-    """All pairs of neighbours on a ring of ``n`` positions, in rounds no position twice in one; none for ``n`` below 3."""
+    """All pairs of neighbours on a ring of ``n`` positions, in rounds, each position once at most; none below three."""
     if n < 3:
         return []
     pairs, around = [(position, position + 1) for position in range(n - 1)], (0, n - 1)
