@@ -21,6 +21,7 @@ EVERYWHERE = frozenset(
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "max_window_layers"),
         *(
             "_sliding_window_pattern",
+            "_attn_implementation",
             "_attn_implementation_autoset",
             "cache_implementation",
             "is_encoder_decoder",
@@ -29,6 +30,7 @@ EVERYWHERE = frozenset(
             "problem_type",
             "tokenizer_class",
         ),
+        *("transformers.js_config", "unsloth_fixed", "unsloth_version"),  # of other programs
     }
 )
 REMEDY = "give another model"
@@ -128,7 +130,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
 
 def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One message for each key with another value than the only one that Roundtable can express."""
-    constants = {**family.constants, "architectures": [family.architecture]}
+    constants = {**family.constants, **family.beside, "architectures": [family.architecture]}
     for key, constant in constants.items():
         value = content.get(key, family.defaults.get(key, constant))
         if value != constant and (key, value) != ("architectures", None):
@@ -174,6 +176,7 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
         family.length_key,
         *family.keys,
         *family.constants,
+        *family.beside,
         *family.ignored,
         *family.passed_over,
         *family.aliases,

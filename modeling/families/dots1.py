@@ -100,6 +100,7 @@ FAMILY = Family(
         "topk_method": "noaux_tc",
     },
     ignored={"output_router_logits": False},
+    passed_over=frozenset({"use_sliding_window"}),  # the class looks at layer_types
     defaults=DEFAULTS,
     aliases={"num_local_experts": "n_routed_experts"},
     completed=completed,

@@ -109,6 +109,7 @@ FAMILY = Family(
     # selection bias has chosen experts whose scores together are below a trillionth.
     constants={**DECODER_CONSTANTS, "moe_norm_min": 1e-12, "use_bias": False},
     ignored=ROUTER_LOSS,
+    beside={"moe_gate": "topk", "use_rmsnorm": True},
     passed_over=frozenset({"attention_dropout", "moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"}),
     defaults=DEFAULTS,
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},

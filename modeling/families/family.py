@@ -41,6 +41,8 @@ class Family:
     ignored: Mapping[str, Any]  # keys that do not change what the model computes -> the value to write
     same: Mapping[str, str] = field(default_factory=dict)  # key -> the key whose value it must repeat
     passed_over: frozenset[str] = frozenset()  # more keys that do not change the model, and are not written
+    # keys of published files that the class does not read -> the only value that is true of it; not written
+    beside: Mapping[str, Any] = field(default_factory=dict)
     rope_passed_over: frozenset[str] = frozenset()  # such keys within rope_parameters
     defaults: Mapping[str, Any]  # the class's value of a key that is left out, where that is not the constant
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names that the class reads -> keys

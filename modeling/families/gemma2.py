@@ -65,7 +65,8 @@ FAMILY = Family(
         "use_bidirectional_attention": None,
     },
     ignored={},
-    passed_over=frozenset({"cache_implementation", "hidden_act"}),  # hidden_activation counts
+    # hidden_activation and sliding_window count
+    passed_over=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
     defaults=DEFAULTS,
     completed=completed,
     heads_divide_d_model=True,

@@ -97,7 +97,8 @@ FAMILY = Family(
     },
     constants={},
     ignored={"classifier_dropout": 0.0},
-    passed_over=frozenset({"is_decoder"}),  # the class is causal either way
+    # The class is causal either way, and takes dropout from the newer names.
+    passed_over=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "is_decoder"}),
     defaults=DEFAULTS,
     completed=completed,
     turns_a_part=True,

@@ -31,6 +31,7 @@ FAMILY = Family(
     },
     constants=DECODER_CONSTANTS,
     ignored={},
+    beside={"is_llama_config": True, "rope_interleaved": False},  # SmolLM2's files have them
     defaults={
         **DECODER_DEFAULTS,
         "attention_bias": False,

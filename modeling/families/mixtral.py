@@ -30,6 +30,7 @@ FAMILY = Family(
     },
     constants={**DECODER_CONSTANTS, "router_jitter_noise": 0.0},
     ignored=ROUTER_LOSS,
+    beside={"attention_bias": False},
     defaults={
         **DECODER_DEFAULTS,
         "hidden_size": 4096,

@@ -54,6 +54,7 @@ FAMILY = Family(
     },
     constants=DECODER_CONSTANTS,
     ignored={},
+    beside={"use_mrope": False},  # the files of Qwen2.5's smaller sizes have it
     defaults=DEFAULTS,
     completed=completed,
     # models/qwen2: d_model / n_heads channels a head; q, k and v always have biases, o never.

@@ -35,6 +35,8 @@ SPLIT_DELTA = {
 MROPE = frozenset({"mrope_section", "mrope_interleaved"})  # of images' positions: those of text are alike in all three
 # Other programs read these keys: the class's attention is always gated, and it ignores multi-token prediction.
 GATED = {"attn_output_gate": True}
+# The published files have these besides: nothing in the classes depends on them.
+BESIDE = {"mlp_only_layers": [], "output_gate_type": "swish"}
 PASSED_OVER = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 DEFAULTS = {
     **DECODER_DEFAULTS,
@@ -66,6 +68,7 @@ FAMILY = Family(
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
     ignored={**ROUTER_LOSS, **GATED},
+    beside=BESIDE,
     passed_over=PASSED_OVER,
     rope_passed_over=MROPE,
     defaults=DEFAULTS,

@@ -1,7 +1,7 @@
 """The language model of Qwen3.5's dense sizes: Qwen3.5-MoE's layers without experts."""
 
 from modeling.families.family import Family
-from modeling.families.qwen3_5_moe_text import GATED, MROPE, PASSED_OVER, SPLIT_DELTA
+from modeling.families.qwen3_5_moe_text import BESIDE, GATED, MROPE, PASSED_OVER, SPLIT_DELTA
 from modeling.families.qwen3_next import (
     GATED_ATTENTION,
     LINEAR_ALLOWED,
@@ -39,6 +39,7 @@ FAMILY = Family(
     keys={**DECODER_KEYS, **HEAD_KEYS, **FEED_FORWARD_KEYS, **LINEAR_KEYS},
     constants={**DECODER_CONSTANTS, "attention_bias": False},
     ignored=GATED,
+    beside=BESIDE,
     passed_over=PASSED_OVER,
     rope_passed_over=MROPE,
     defaults=DEFAULTS,

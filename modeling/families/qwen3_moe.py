@@ -41,6 +41,8 @@ FAMILY = Family(
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
     ignored=ROUTER_LOSS,
+    # Qwen3-Coder's files have them.
+    beside={"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
     defaults={
         **DECODER_DEFAULTS,
         "decoder_sparse_step": 1,

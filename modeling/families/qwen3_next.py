@@ -145,6 +145,7 @@ FAMILY = Family(
     },
     constants={**DECODER_CONSTANTS, "attention_bias": False},
     ignored=ROUTER_LOSS,
+    beside={"use_sliding_window": False},
     defaults=DEFAULTS,
     completed=lambda content: with_layer_types(content, DEFAULTS),
     # models/qwen3_next: the q_proj of Qwen3NextAttention computes gates too.

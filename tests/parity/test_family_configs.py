@@ -357,6 +357,37 @@ def test_keys_of_published_files_that_the_class_does_not_look_at_are_passed_over
     assert from_config_json(content | more) == from_config_json(content)
 
 
+BESIDE = [
+    ("llama", {"unsloth_fixed": True, "unsloth_version": "2025.12.5"}),
+    ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    ("mixtral", {"attention_bias": False}),
+    ("qwen2", {"use_mrope": False}),
+    ("qwen3_moe", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
+    ("qwen3_next", {"use_sliding_window": False}),
+    ("qwen3_5_text", {"mlp_only_layers": [], "output_gate_type": "swish"}),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [], "output_gate_type": "swish"}),
+    ("ernie4_5_moe", {"moe_gate": "topk", "use_rmsnorm": True}),
+    ("dots1", {"use_sliding_window": False}),
+    ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+    ("gemma2", {"_attn_implementation": "eager", "sliding_window_size": 4096}),
+]
+
+
+@pytest.mark.parametrize(("family", "more"), BESIDE, ids=[f"{family} {min(more)}" for family, more in BESIDE])
+def test_keys_that_published_files_have_besides_change_nothing(family: FamilyName, more: dict[str, Any]) -> None:
+    """Qwen3-Coder's, Qwen2.5's, SmolLM2's and others': neither here nor in what the class computes."""
+    content = written(example_config(family))
+    assert from_config_json(content | more) == from_config_json(content)
+    tokens_BS = torch.arange(12).view(1, 12)
+    logits_BSV = []
+    for each in (content, content | more):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**each), trust_remote_code=False).float().eval()
+        with torch.no_grad():
+            logits_BSV.append(model(tokens_BS).logits)
+    assert torch.equal(*logits_BSV) and logits_BSV[0].std() > 0
+
+
 @pytest.mark.parametrize(
     ("start", "end", "step", "fields"),
     [

@@ -91,5 +91,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
     ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
     *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "qwen3_next", "qwen3_5_moe_text")),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved=true is not possible with model.family=llama, which knows rope_interleaved=false alone; "),
+    ("mixtral", {"attention_bias": True}, "attention_bias=true is not possible with model.family=mixtral"),
+    ("qwen2", {"use_mrope": True}, "use_mrope=true is not possible with model.family=qwen2"),
+    ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=false is not possible with model.family=qwen3_moe"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not possible with model.family=qwen3_moe"),
+    ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window=true is not possible with model.family=qwen3_next"),
+    ("qwen3_5_text", {"output_gate_type": "sigmoid"}, 'output_gate_type="sigmoid" is not possible with model.family=qwen3_5_text'),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not possible with model.family=qwen3_5_moe_text"),
     ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
 ]  # fmt: skip
