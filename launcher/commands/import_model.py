@@ -26,6 +26,7 @@ from launcher.importing.tokenizer import begins_with_bos, load_tokenizer
 from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.tables import size_text
 from launcher.training.run_parts import CHECKPOINTS
+from modeling.families.family import family_of
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
 from parallel.checkpoint.places import is_remote, step_directory
@@ -47,6 +48,9 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
         raise UserError(problems)
     content = read_config_json(source)
     model, seq_len = read_model(source, content)
+    if content.get("auto_map") is not None:
+        names, taken = "auto_map names code of the folder's own", family_of(model.family).architecture
+        tell(f"{source / CONFIG_JSON}: {names}, which is not run: the model is that of transformers' own {taken}")
     folder = open_model(source)
     for name in folder.ignored:
         tell(f"{source / name} is none of the model's files, and is not read")

@@ -30,6 +30,7 @@ EVERYWHERE = frozenset(
             "problem_type",
             "tokenizer_class",
         ),
+        "auto_map",  # code of the folder's own, which nobody runs: the class is transformers' own
         *("transformers.js_config", "unsloth_fixed", "unsloth_version"),  # of other programs
     }
 )

@@ -79,6 +79,29 @@ def test_the_folders_themselves_are_imported(here: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
 
 
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+def test_code_that_config_json_names_is_not_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published files of DeepSeek, Phi-3, MiniMax and others name some: the class is transformers' own."""
+    Path("one/evil.py").write_text("raise SystemExit('it ran')")
+    edit("one/config.json", lambda content: content.update(auto_map=CODE))
+    assert main(["import", "one", "runs/one"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    told = "auto_map names code of the folder's own, which is not run"
+    assert line == f"one/config.json: {told}: the model is that of transformers' own Glm4MoeForCausalLM"
+    assert main(["export", "runs/one", "again"]) == 0
+    before, after = load_file("one/model.safetensors"), load_file("again/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "auto_map" not in json.loads(Path("again/config.json").read_text())
+
+
+def test_a_tokenizer_of_code_that_config_json_names_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit("one/config.json", lambda content: content.update(auto_map={**CODE, "AutoTokenizer": "x--y.Z"}))
+    lines = refused(capsys, "one")
+    assert "config.json names code to run under auto_map (x--y.Z)" in lines[-1]
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown family": ({"model_type": "mamba"}, 'one/config.json: model_type="mamba" must be one of the '),
     "a list": ({"model_type": ["llama"]}, 'one/config.json: model_type=["llama"] must be one of the '),
@@ -91,7 +114,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"bits": 8}},
         'one/config.json: quantization_config={"bits": 8} is not possible: quantized weights are not read',
     ),
-    "code": ({"auto_map": {"AutoConfig": "x.C"}}, 'one/config.json: auto_map={"AutoConfig": "x.C"} is not known'),
     "scaled": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
         'one/config.json: rope_parameters={"rope_type": "yarn", "factor": 4} is not possible',
