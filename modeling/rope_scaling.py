@@ -102,9 +102,9 @@ def rope_scaling_problems(scaling: RopeScaling | None, rope_dim: int, rope_theta
                 "channels over two less); try model.rope_scaling=null"
             )
         case YarnScaling(beta_fast=fast, beta_slow=slow):
-            if fast <= slow:
+            if fast < slow:
                 yield (
-                    f"model.rope_scaling.beta_fast={fast} must be above model.rope_scaling.beta_slow={slow}; "
+                    f"model.rope_scaling.beta_fast={fast} must be at least model.rope_scaling.beta_slow={slow}; "
                     f"try {32 * slow}"
                 )
             if rope_theta <= 1:

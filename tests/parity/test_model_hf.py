@@ -24,7 +24,7 @@ from hf_comparison import (
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.families.family import family_of
 from modeling.moe_config import BiasBalance, MoEConfig
-from modeling.rope_scaling import DynamicScaling, LongRopeScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling, YarnScaling
 from rotating import some_fast
 from small_models import LENGTHS, MOE_FAMILIES, build, configs, example_config, next_tokens, packed_rows
 
@@ -84,6 +84,17 @@ def test_longrope_goes_by_the_longest_sequence_of_a_pass(attention_factor: float
             assert not torch.allclose(our_logits(build(wrong, 1), wrong, rows, Routes()), reference_BSV, atol=1e-3)
     rows = packed_rows(config.vocab_size, 1, LENGTHS)
     check_gradients(model, theirs, config, rows, next_tokens(rows))
+
+
+@pytest.mark.parametrize("original", [8, 40, 4096])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_yarn_without_a_ramp_equals(family: FamilyName, original: int) -> None:
+    """Kimi K2 has beta_fast = beta_slow = 1: a frequency is kept or divided by the whole factor, or lies between."""
+    scaling = YarnScaling(factor=32.0, original_seq_len=original, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)
+    config = example_config(family, rope_scaling=scaling)
+    model = build(config, 1)
+    assert list(config.problems()) == []
+    check_logits(model, exported(model, config), config, packed_rows(config.vocab_size, 1, LENGTHS))
 
 
 GRADIENTS_FAST = ("llama", "gpt2", "gemma2", "bloom", "qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3")
