@@ -27,6 +27,7 @@ from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.tables import size_text
 from launcher.training.run_parts import CHECKPOINTS
 from modeling.families.family import family_of
+from modeling.families.text_model import text_model
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
 from parallel.checkpoint.places import is_remote, step_directory
@@ -46,7 +47,7 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
     if problems:
         raise UserError(problems)
-    content = read_config_json(source)
+    content = text_model(read_config_json(source))
     model, seq_len = read_model(source, content)
     if content.get("auto_map") is not None:
         names, taken = "auto_map names code of the folder's own", family_of(model.family).architecture

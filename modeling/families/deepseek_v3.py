@@ -34,6 +34,7 @@ LATENT_ATTENTION = {
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
+    model_types=("kimi_k2",),  # Kimi K2 (arXiv:2507.20534); its files name DeepSeek-V3's class, and bring its code
     weights={
         **DECODER,
         **LATENT_ATTENTION,

@@ -34,6 +34,8 @@ class Family:
     """
 
     architecture: str  # the class in transformers
+    # what else files call it whose own code computes the same, though transformers has no such class
+    model_types: tuple[str, ...] = ()
     since: int = 4  # the first of transformers' versions 4 and 5 that has it
     weights: Mapping[str, str | Packed]  # our name of a weight -> its name in the files, with {layer} and {expert}
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted

@@ -30,6 +30,7 @@ from modeling.families.config_json import SpecialTokens, to_config_json
 from modeling.families.family import family_of
 from modeling.families.weights import HFPart, hf_parts, hf_template
 from modeling.logical import logical_shapes
+from modeling.rope_scaling import YarnScaling
 from parallel.checkpoint.manifest import BUFFER, WEIGHT, hash_file, write_manifest
 from rotating import some_fast
 from small_models import MOE_FAMILIES, configs, example_config
@@ -409,6 +410,23 @@ def test_a_length_that_is_left_out_is_the_class_s(family: FamilyName, key: str, 
     del content[key]
     path.write_text(json.dumps(content))
     assert imported(tmp_path / "source", tmp_path / "run").config.data.seq_len == 2048
+
+
+def test_another_name_of_a_class_is_read(tmp_path: Path) -> None:
+    """Kimi K2's config.json: the file's own code is DeepSeek-V3's, whose class transformers has under that name."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    scaling = YarnScaling(factor=32.0, original_seq_len=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)
+    config = example_config("deepseek_v3", vocab_size=257, rope_scaling=scaling)
+    save_hf_model(source, config, tokenizer=False)
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    assert content["model_type"] == "deepseek_v3"
+    path.write_text(json.dumps(content | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.C"}}))
+    assert said(imported(source, out).config.model) == said(config)
+    path.write_text(json.dumps(content))
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+    assert json.loads((again / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
 def test_a_branch_of_imported_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
