@@ -18,6 +18,7 @@ from modeling.expert_layers import told_once
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
+from modeling.rope_scaling import LinearScaling
 from refused_models import REFUSED
 from rotating import some_fast
 from small_models import configs, example_config
@@ -355,6 +356,15 @@ def test_keys_of_published_files_that_the_class_does_not_look_at_are_passed_over
     more = {"attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
     more |= {"mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "layernorm_mlp_beta": 1.0}
     assert from_config_json(content | more) == from_config_json(content)
+
+
+def test_frequencies_of_gemma_3_s_larger_sizes_are_the_class_s() -> None:
+    """Their text_config tells the scaling without a base, beside the windows' own base, which is not scaled."""
+    content = {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config, tables = from_config_json(content), AutoConfig.for_model(**content).rope_parameters
+    assert tables["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": config.rope_theta}
+    assert tables["sliding_attention"] == {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    assert config.rope_scaling == LinearScaling(factor=8.0)
 
 
 BESIDE = [

@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_sliding_window": "no"}, 'use_sliding_window="no" is not possible'),
     ("qwen3_moe", {"use_sliding_window": "no"}, 'use_sliding_window="no" is not possible'),
     ("gemma3_text", {"rope_parameters": {"full_attention": 0}}, 'rope_parameters={"full_attention": 0} must be tables; '),
-    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "frequencies are not scaled; "),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, "rope_type must be one of default, linear; "),
     ("qwen2", {"layer_types": ["linear_attention"] * 2}, 'is not possible with model.family=qwen2: it must be a list of full_attention and sliding_attention'),
     ("llama", {"rope_parameters": 3}, "rope_parameters=3 must be a table; "),
     ("llama", {"rope_parameters": None, "rope_theta": "x"}, 'rope_theta="x" is not possible: it must be float; '),

@@ -154,24 +154,17 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
         st.sampled_from([32, 100]),
         st.none() | st.just(0.7),
     )
-    if family_of(family).rope_scalings == ("longrope",):
-        pairs = st.lists(st.sampled_from([1.0, 1.3, 4.5, 30.0]), min_size=8, max_size=8).map(tuple)
-        longest = st.sampled_from([32, 400])
-        longrope = st.builds(
-            LongRopeScaling, original_seq_len=lengths, longest_seq_len=longest, short_factor=pairs, long_factor=pairs
-        )
-        return st.none() | longrope
-    return st.one_of(
-        st.none(),
-        st.builds(LinearScaling, factor=factors),
-        st.builds(DynamicScaling, factor=factors, original_seq_len=lengths),
-        st.builds(
+    pairs = st.lists(st.sampled_from([1.0, 1.3, 4.5, 30.0]), min_size=8, max_size=8).map(tuple)
+    kinds: dict[str, st.SearchStrategy[RopeScaling]] = {
+        "linear": st.builds(LinearScaling, factor=factors),
+        "dynamic": st.builds(DynamicScaling, factor=factors, original_seq_len=lengths),
+        "llama3": st.builds(
             Llama3Scaling,
             factor=st.sampled_from([2.0, 5.5]),
             original_seq_len=lengths,
             high_freq_factor=st.sampled_from([1.5, 4.0]),
         ),
-        st.builds(
+        "yarn": st.builds(
             YarnScaling,
             factor=factors,
             original_seq_len=lengths,
@@ -181,7 +174,15 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
             mscale_all_dim=weights,
             truncate=st.booleans() if expressible(family, "rope_scaling.truncate", [False]) else st.just(True),
         ),
-    )
+        "longrope": st.builds(
+            LongRopeScaling,
+            original_seq_len=lengths,
+            longest_seq_len=st.sampled_from([32, 400]),
+            short_factor=pairs,
+            long_factor=pairs,
+        ),
+    }
+    return st.one_of(st.none(), *(kind for name, kind in kinds.items() if name in family_of(family).rope_scalings))
 
 
 @st.composite
