@@ -17,7 +17,7 @@ from launcher.commands.export import out_problems
 from launcher.config.tree import RunConfig
 from launcher.console import open_console, say, tell, text_column
 from launcher.errors import UserError
-from launcher.importing.config import PRECISIONS, read_model, run_config
+from launcher.importing.config import PRECISIONS, read_model, read_text_model, run_config
 from launcher.importing.folder import CONFIG_JSON, GENERATION_JSON, folder_problems, open_model, read_config_json
 from launcher.importing.generation import read_generation_config
 from launcher.importing.run import STEP, write_run
@@ -27,7 +27,6 @@ from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.tables import size_text
 from launcher.training.run_parts import CHECKPOINTS
 from modeling.families.family import family_of
-from modeling.families.text_model import text_model
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
 from parallel.checkpoint.places import is_remote, step_directory
@@ -47,7 +46,7 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     problems = [*folder_problems(hf_dir), *place_problems(run_dir)] or overlap_problems(source, out)
     if problems:
         raise UserError(problems)
-    content = text_model(read_config_json(source))
+    content = read_text_model(source, read_config_json(source))
     model, seq_len = read_model(source, content)
     if content.get("auto_map") is not None:
         names, taken = "auto_map names code of the folder's own", family_of(model.family).architecture

@@ -14,11 +14,20 @@ from launcher.importing.folder import CONFIG_JSON
 from modeling.config import ModelConfig
 from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
 from modeling.families.family import family_of
+from modeling.families.text_model import text_model
 from modeling.rope_scaling import LongRopeScaling
 from parallel.checkpoint.schema import shorten
 
 PRECISIONS: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 RUNS_DIR = Path("runs")
+
+
+def read_text_model(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json in the words of the class, of a model with images the part about text. Raises UserError."""
+    try:
+        return text_model(content)
+    except InexpressibleConfig as error:
+        raise UserError([f"{path}/{line}" for line in error.problems]) from None
 
 
 def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int]:

@@ -13,6 +13,7 @@ from launcher.errors import UserError
 from launcher.importing.folder import AGAIN, MOST_PROBLEMS, ModelFolder, Stored, cut
 from modeling.config import ModelConfig
 from modeling.families.family import family_of
+from modeling.families.text_model import is_text, without_images
 from modeling.families.weights import HFPart, copies_of, hf_parts, hf_template, itself
 from modeling.logical import logical_parameters, logical_shapes, logical_tensors
 from parallel.checkpoint.safetensors_stream import ELEMENT_BYTES_OF, NotSafetensors, read_into
@@ -135,7 +136,7 @@ def match_weights(config: ModelConfig, folder: ModelFolder, *, passes_over_furth
 
     With ``passes_over_further``, layers beyond the model's last, which are multi-token prediction modules, are ignored.
     """
-    folder = with_prefix(config, folder)
+    folder = with_prefix(config, with_text_names(config, folder))
     missing = list(islice(missing_lines(config, folder), MOST_PROBLEMS + 1))
     if len(missing) > MOST_PROBLEMS:
         raise UserError([*missing[:MOST_PROBLEMS], "and more such problems"])
@@ -167,9 +168,29 @@ def with_prefix(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
     return replace(folder, tensors=named)
 
 
+def with_text_names(config: ModelConfig, folder: ModelFolder) -> ModelFolder:
+    """The folder with its tensors under the names of the text model, where it has those of one with images."""
+    family = family_of(config.family)
+    named = {without_images(family, name): stored for name, stored in folder.tensors.items()}
+    if len(named) < len(folder.tensors):
+        twice = next(
+            name for name in folder.tensors if is_text(family, name) and without_images(family, name) in folder.tensors
+        )
+        told = f"{folder.path / folder.tensors[twice].file}: {twice}"
+        raise UserError([f"{told} is also there as {without_images(family, twice)}; remove one of them"])
+    return replace(folder, tensors=named)
+
+
 def parts_in(config: ModelConfig, folder: ModelFolder, name: str) -> list[HFPart]:
-    """The files' tensors of which logical tensor ``name`` consists; a tied embedding may be stored as the head."""
+    """The files' tensors of which logical tensor ``name`` consists.
+
+    A tied embedding may be stored as the head, and all experts of a layer in one tensor.
+    """
     parts, head = hf_parts(config, name), tied_head(config)
+    if parts[0].name not in folder.tensors:
+        stacked = hf_parts(config, name, stacked=True)
+        if stacked[0].name in folder.tensors:
+            return stacked
     if name == "embed.weight" and parts[0].name not in folder.tensors and head in folder.tensors:
         return [replace(parts[0], name=head)]
     return parts

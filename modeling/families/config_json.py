@@ -35,6 +35,7 @@ EVERYWHERE = frozenset(
     }
 )
 REMEDY = "give another model"
+QUANTIZED = ("quantization_config", "quantization")  # the second is MLX's
 LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")  # keys with an entry for each layer
 
 
@@ -183,7 +184,7 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
         *family.aliases,
     }
     for key in sorted(content.keys() - known):
-        if key == "quantization_config":
+        if key in QUANTIZED:
             yield (
                 f"config.json: {key}={shown(content[key])} is not possible: quantized weights are not read; give a "
                 "folder of plain ones, as transformers saves what it has dequantized"

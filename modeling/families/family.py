@@ -36,6 +36,11 @@ class Family:
     architecture: str  # the class in transformers
     # what else files call it whose own code computes the same, though transformers has no such class
     model_types: tuple[str, ...] = ()
+    within: str = ""  # model_type of a model with images whose text_config is this class's
+    # of the names of its text model's tensors in such a model's files, and of the same in files of this class
+    prefix_of_text: tuple[str, str] = ("model.language_model.", "model.")
+    # other rows for ``weights``, of files that hold all experts of a layer in one tensor
+    stacked: Mapping[str, str | Packed] = field(default_factory=dict)
     since: int = 4  # the first of transformers' versions 4 and 5 that has it
     weights: Mapping[str, str | Packed]  # our name of a weight -> its name in the files, with {layer} and {expert}
     keys: Mapping[str, str | Key]  # key of config.json -> our field below `model`, dotted

@@ -32,6 +32,11 @@ SPLIT_DELTA = {
     **packed(f"{THEIRS}.linear_attn.in_proj_qkv.weight", *(f"{OURS}.in_{each}.weight" for each in "qkv")),
     **{f"{OURS}.in_{each}.weight": f"{THEIRS}.linear_attn.in_proj_{each}.weight" for each in "zab"},
 }
+STACK, EXPERTS_OF = f"{THEIRS}.mlp.experts", "layers.{layer}.feed_forward.experts"
+STACKED = {
+    **packed(f"{STACK}.gate_up_proj", f"{EXPERTS_OF}.gate", f"{EXPERTS_OF}.up"),
+    f"{EXPERTS_OF}.down": f"{STACK}.down_proj",
+}
 MROPE = frozenset({"mrope_section", "mrope_interleaved"})  # of images' positions: those of text are alike in all three
 # Other programs read these keys: the class's attention is always gated, and it ignores multi-token prediction.
 GATED = {"attn_output_gate": True}
@@ -55,8 +60,10 @@ DEFAULTS = {
 FAMILY = Family(
     architecture="Qwen3_5MoeForCausalLM",
     since=5,
-    unread=r"mtp\..*",
+    within="qwen3_5_moe",
+    unread=r"mtp\..*|model\.visual\..*",
     weights={**DECODER, **GATED_ATTENTION, **QK_NORM, **SPLIT_DELTA, **EXPERTS, **SHARED_EXPERT},
+    stacked=STACKED,  # as the published files have them
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,

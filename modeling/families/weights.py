@@ -28,30 +28,34 @@ class HFPart:
     names: tuple[str, ...]  # all logical tensors that lie in it
 
 
-def told_of(config: ModelConfig, name: str) -> str | Packed:
+def told_of(config: ModelConfig, name: str, *, stacked: bool = False) -> str | Packed:
     """The family's entry for logical tensor ``name``: its name in the files, or how it is packed there.
 
-    Raises TypeError where the family has none.
+    Raises TypeError where the family has none. ``stacked``: the files hold all experts of a layer in one tensor.
     """
     template = LAYER.sub("{layer}", name)
-    weights = family_of(config.family).weights
+    family = family_of(config.family)
+    weights = {**family.weights, **family.stacked} if stacked else family.weights
     if template not in weights:
         raise TypeError(f"modeling.families.{config.family}: FAMILY.weights has no name for {template}")
     return weights[template]
 
 
-def hf_template(config: ModelConfig, name: str) -> str:
+def hf_template(config: ModelConfig, name: str, *, stacked: bool = False) -> str:
     """The name of logical tensor ``name`` in transformers' files. {expert} stands for the number of an expert."""
     layer = LAYER.search(name)
-    told = told_of(config, name)
+    told = told_of(config, name, stacked=stacked)
     template = told.name if isinstance(told, Packed) else told
     return template if layer is None else template.replace("{layer}", layer.group())
 
 
-def hf_parts(config: ModelConfig, name: str) -> list[HFPart]:
-    """The parts of transformers' files that make up logical tensor ``name``, in order."""
-    told = told_of(config, name)
-    template, shape = hf_template(config, name), logical_tensors(config)[name].shape
+def hf_parts(config: ModelConfig, name: str, *, stacked: bool = False) -> list[HFPart]:
+    """The parts of transformers' files that make up logical tensor ``name``, in order.
+
+    ``stacked``: the files hold all experts of a layer in one tensor, where the class writes one for each expert.
+    """
+    told = told_of(config, name, stacked=stacked)
+    template, shape = hf_template(config, name, stacked=stacked), logical_tensors(config)[name].shape
     if isinstance(told, Packed):
         return [packed_part(config, name, told)]
     if "{expert}" not in template:
@@ -101,7 +105,8 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
         share = whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
         return share.unflatten(rows + 1, (-1, 2)).transpose(rows + 1, rows + 2) if told.in_pairs else share
 
-    return HFPart(hf_template(config, name), tuple(shape), view, names)
+    in_files = told.name if layer is None else told.name.replace("{layer}", layer.group())
+    return HFPart(in_files, tuple(shape), view, names)
 
 
 def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

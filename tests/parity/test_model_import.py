@@ -429,6 +429,73 @@ def test_another_name_of_a_class_is_read(tmp_path: Path) -> None:
     assert json.loads((again / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
+TEXT_MODELS: list[tuple[FamilyName, str]] = [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
+
+
+def with_images(source: Path, outer: str) -> None:
+    """Makes a text model's folder one of a model with images, as it is published: experts of a layer in one tensor."""
+    text = loaded(source).state_dict()
+    named = {name if name == "lm_head.weight" else f"model.language_{name}": tensor for name, tensor in text.items()}
+    others = {"model.visual.patch_embed.proj.weight": torch.ones(4), "mtp.fc.weight": torch.ones(2)}
+    save_file({**named, **others}, source / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((source / "config.json").read_text())
+    for key in ("architectures", "transformers_version"):
+        del content[key]
+    around = {"architectures": ["X"], "model_type": outer, "image_token_id": 3, "tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps({**around, "text_config": content, "vision_config": {"depth": 1}}))
+
+
+@pytest.mark.parametrize(("family", "outer"), TEXT_MODELS)
+def test_the_text_model_of_one_with_images_is_read(family: FamilyName, outer: str, tmp_path: Path) -> None:
+    """Qwen3.5 is published with images' weights alone, from which transformers' class reads what it needs."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    config = example_config(family, vocab_size=257)
+    save_hf_model(source, config)
+    before = stored(source)
+    with_images(source, outer)
+    assert "model.language_model.norm.weight" in stored(source)
+    assert ("model.language_model.layers.0.mlp.experts.gate_up_proj" in stored(source)) == (outer == "qwen3_5_moe")
+    assert said(imported(source, out).config.model) == said(config)
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again)]) == 0
+    after = stored(again)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+AROUND = [
+    ({"text_config": None}, "text_config=null is not possible with model_type=qwen3_5: it must be a table with mod"),
+    ({"text_config": {"model_type": "llama"}}, 'text_config={"model_type": "llama"} is not possible with model_ty'),
+    ({"router": 1}, "router=1 is not known with model_type=qwen3_5; remove it if it changes nothing of what the m"),
+    ({"quantization_config": {"bits": 8}}, 'quantization_config={"bits": 8} is not possible: quantized weights '),
+    ({"quantization": {"bits": 4}}, 'quantization={"bits": 4} is not possible: quantized weights are not read; '),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), AROUND, ids=[f"{number}" for number, _ in enumerate(AROUND)])
+def test_a_model_with_images_that_cannot_be_read(change: dict[str, object], told: str, tmp_path: Path, capsys) -> None:
+    save_hf_model(tmp_path / "source", example_config("qwen3_5_text", vocab_size=257))
+    with_images(tmp_path / "source", "qwen3_5")
+    path = tmp_path / "source/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: {told}") and not (tmp_path / "run").exists()
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_hf_model(tmp_path / "source", example_config("qwen3_5_text", vocab_size=257))
+    with_images(tmp_path / "source", "qwen3_5")
+    tensors = stored(tmp_path / "source")
+    tensors["model.norm.weight"] = tensors["model.language_model.norm.weight"].clone()
+    save_file(tensors, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.language_model.norm.weight is also there as model.norm.weight; remove one of them" in line
+
+
 def test_a_branch_of_imported_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_hf_model(tmp_path / "source", example_config("llama", vocab_size=257))
     imported(tmp_path / "source", tmp_path / "run")
