@@ -184,6 +184,8 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
         *family.aliases,
     }
     for key in sorted(content.keys() - known):
+        if key in QUANTIZED and content[key] is None:  # as a model that was dequantized may say
+            continue
         if key in QUANTIZED:
             yield (
                 f"config.json: {key}={shown(content[key])} is not possible: quantized weights are not read; give a "

@@ -368,6 +368,7 @@ def test_frequencies_of_gemma_3_s_larger_sizes_are_the_class_s() -> None:
 
 
 BESIDE = [
+    ("llama", {"quantization_config": None}),
     ("llama", {"unsloth_fixed": True, "unsloth_version": "2025.12.5"}),
     ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
     ("mixtral", {"attention_bias": False}),
