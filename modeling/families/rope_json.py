@@ -69,7 +69,7 @@ def longest(config: ModelConfig, seq_len: int) -> int:
         case YarnScaling(factor=factor, original_seq_len=original):  # transformers warns about any other number
             return round(factor * original)
         case Llama3Scaling(factor=factor, original_seq_len=original):
-            return max(seq_len, round(factor * original))
+            return seq_len if seq_len > original else round(factor * original)
         case DynamicScaling(original_seq_len=original):
             return original
         case LongRopeScaling(longest_seq_len=most):

@@ -18,7 +18,7 @@ from modeling.expert_layers import told_once
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
-from modeling.rope_scaling import LinearScaling
+from modeling.rope_scaling import LinearScaling, Llama3Scaling
 from refused_models import REFUSED
 from rotating import some_fast
 from small_models import configs, example_config
@@ -119,6 +119,13 @@ def computed(config: ModelConfig) -> ModelConfig:
 
 # Those whose keys are least alike; `make test-slow` draws configs of every family.
 DRAWN = ("gpt2", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(("seq_len", "longest"), [(2048, 65536), (8192, 65536), (16384, 16384), (131072, 131072)])
+def test_the_longest_sequence_under_llama3_s_scaling(seq_len: int, longest: int) -> None:
+    """Beyond the original length it is what the model is trained on: Llama 3.1's and 3.2's own files say 131,072."""
+    config = dataclasses.replace(example_config("llama"), rope_scaling=Llama3Scaling(factor=8.0, original_seq_len=8192))
+    assert to_config_json(config, seq_len, SpecialTokens(), "float32")["max_position_embeddings"] == longest
 
 
 @pytest.mark.parametrize("family", some_fast(FAMILIES, *DRAWN))
