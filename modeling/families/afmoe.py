@@ -26,6 +26,7 @@ from modeling.families.shared import (
     WINDOW,
     interval_key,
     told_by_interval,
+    unwindowed,
 )
 from modeling.families.values import checked
 
@@ -129,9 +130,7 @@ FAMILY = Family(
     # models/afmoe: AfmoeAttention rotates queries and keys only where layer_types says sliding_attention.
     derived={
         "embedding_scale": lambda config: 1.0 if config.embedding_scale == 1 else root(config.d_model),
-        "nope_layers": lambda config: tuple(
-            layer for layer in range(config.n_layers) if config.window_of(layer) is None
-        ),
+        "nope_layers": unwindowed,
     },
     # AfmoeTokenChoiceRouter is sigmoid with a selection bias and renormalizes; the gates and norms are always there.
     allowed={

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
-from modeling.config import ActivationName
+from modeling.config import ActivationName, ModelConfig
 from modeling.families.family import Key, moe_of
 from modeling.families.packed import Packed, head_groups, packed
 from modeling.families.values import checked
@@ -330,6 +330,14 @@ LAYER_TYPES = Key(  # to be read after sliding_window, which it sets to None whe
     ),
     read=full_layers,
 )
+
+
+def unwindowed(config: ModelConfig) -> tuple[int, ...]:
+    """The layers without a window. Empty for a number of layers that no model has, which its own rule refuses."""
+    layers = range(config.n_layers if is_count(config.n_layers) else 0)
+    return tuple(layer for layer in layers if config.window_of(layer) is None)
+
+
 ALWAYS_MASKED = Key(  # not null: the class makes the mask of a window even where no layer uses it
     ours=("sliding_window",),
     write=lambda config: config.sliding_window or 4096,

@@ -435,7 +435,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
