@@ -32,6 +32,7 @@ FamilyName = Literal[
     "phi3",
     "smollm3",
     "seed_oss",
+    "granite",
     "olmo2",
     "olmo3",
     "gemma2",

@@ -1,7 +1,8 @@
 """Granite 3.0 with experts (granitemoe of transformers): factors on embeddings, scores, residuals and logits."""
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family, Key
+from modeling.families.family import Family
+from modeling.families.granite import MULTIPLIERS
 from modeling.families.packed import packed
 from modeling.families.shared import (
     ATTENTION,
@@ -59,34 +60,24 @@ FAMILY = Family(
     keys={
         **DECODER_KEYS,
         "attention_bias": ATTENTION_BIAS,
-        "attention_multiplier": Key(
-            ours=("score_scale",),
-            write=lambda config: config.head_dim**-0.5 if config.score_scale is None else config.score_scale,
-            read=lambda factor: {"score_scale": factor},
-        ),
-        "embedding_multiplier": "embedding_scale",
+        **MULTIPLIERS,
         "intermediate_size": EXPERTS_ALONE,
-        "logits_scaling": "logit_divisor",
         "num_experts_per_tok": "moe.top_k",
         "num_local_experts": "moe.n_experts",
-        "residual_multiplier": "residual_scale",
     },
     constants={"hidden_act": "silu", "position_embedding_type": "rope"},  # the latter is a key of version 4
     ignored=ROUTER_LOSS,
     defaults={
         **DECODER_DEFAULTS,
+        **dict.fromkeys(MULTIPLIERS, 1.0),
         "attention_bias": False,
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
         "hidden_size": 4096,
         "intermediate_size": 11008,
-        "logits_scaling": 1.0,
         "num_attention_heads": 32,
         "num_experts_per_tok": 2,
         "num_hidden_layers": 32,
         "num_key_value_heads": None,
         "num_local_experts": 8,
-        "residual_multiplier": 1.0,
         "vocab_size": 32000,
     },
     equal=EQUAL_BIASES,

@@ -100,4 +100,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {"output_gate_type": "sigmoid"}, 'output_gate_type="sigmoid" is not possible with model.family=qwen3_5_text'),
     ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not possible with model.family=qwen3_5_moe_text"),
     ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
+    ("granite", {"head_dim": 8}, "head_dim=8 is not known with model.family=granite; "),
+    ("granite", {"attention_multiplier": "1"}, 'attention_multiplier="1" is not possible with model.family=granite: it must be float or null; '),
 ]  # fmt: skip
