@@ -27,6 +27,7 @@ FamilyName = Literal[
     "gpt_neox",
     "bloom",
     "mistral",
+    "ministral",
     "qwen2",
     "qwen3",
     "phi3",

@@ -349,6 +349,22 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     assert from_config_json(content).rope_fraction == part
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("ministral", {"sliding_window": 5}),
+        ("ministral", {"sliding_window": None}),
+    ],
+)
+def test_windows_that_are_not_told_are_those_of_the_class(family: FamilyName, changes: dict[str, Any]) -> None:
+    """Of five layers, where every list of what layers are is left out."""
+    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
+    content = {**written(example_config(family)), **lists, "num_hidden_layers": 5, **changes}
+    config = from_config_json(content)
+    kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(5)]
+    assert kinds == AutoConfig.for_model(**content).layer_types
+
+
 @pytest.mark.parametrize(("window", "first"), [(4096, 62), (5, 0), (5, 1), (None, 1)])
 def test_windows_of_dots1_are_those_of_the_class(window: int | None, first: int) -> None:
     content = {**written(example_config("dots1")), "layer_types": None, "sliding_window": window}
@@ -435,7 +451,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
