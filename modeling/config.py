@@ -34,6 +34,7 @@ FamilyName = Literal[
     "smollm3",
     "seed_oss",
     "granite",
+    "ernie4_5",
     "olmo2",
     "olmo3",
     "gemma2",

@@ -102,4 +102,5 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3", {"rope_local_base_freq": 5.0}, "rope_local_base_freq=5.0 is not known with model.family=olmo3; "),
     ("granite", {"head_dim": 8}, "head_dim=8 is not known with model.family=granite; "),
     ("granite", {"attention_multiplier": "1"}, 'attention_multiplier="1" is not possible with model.family=granite: it must be float or null; '),
+    ("ernie4_5", {"use_bias": 1}, "use_bias=1 is not possible with model.family=ernie4_5: it must be bool; "),
 ]  # fmt: skip
