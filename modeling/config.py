@@ -35,6 +35,7 @@ FamilyName = Literal[
     "seed_oss",
     "granite",
     "ernie4_5",
+    "starcoder2",
     "olmo2",
     "olmo3",
     "gemma2",

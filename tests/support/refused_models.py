@@ -103,4 +103,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"head_dim": 8}, "head_dim=8 is not known with model.family=granite; "),
     ("granite", {"attention_multiplier": "1"}, 'attention_multiplier="1" is not possible with model.family=granite: it must be float or null; '),
     ("ernie4_5", {"use_bias": 1}, "use_bias=1 is not possible with model.family=ernie4_5: it must be bool; "),
+    ("starcoder2", {"hidden_act": "quick_gelu"}, 'hidden_act="quick_gelu" is not possible with model.family=starcoder2: it must be one of '),
+    ("starcoder2", {"use_bias": None}, "use_bias=null is not possible with model.family=starcoder2: it must be bool; "),
 ]  # fmt: skip
