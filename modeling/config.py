@@ -36,6 +36,7 @@ FamilyName = Literal[
     "granite",
     "ernie4_5",
     "starcoder2",
+    "exaone4",
     "olmo2",
     "olmo3",
     "gemma2",

@@ -354,6 +354,9 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     [
         ("ministral", {"sliding_window": 5}),
         ("ministral", {"sliding_window": None}),
+        ("exaone4", {}),
+        ("exaone4", {"sliding_window_pattern": 2}),
+        ("exaone4", {"sliding_window_pattern": 1}),
     ],
 )
 def test_windows_that_are_not_told_are_those_of_the_class(family: FamilyName, changes: dict[str, Any]) -> None:
@@ -363,6 +366,33 @@ def test_windows_that_are_not_told_are_those_of_the_class(family: FamilyName, ch
     config = from_config_json(content)
     kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(5)]
     assert kinds == AutoConfig.for_model(**content).layer_types
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "full", "turning"),
+    [
+        ("exaone4", 5, (1,), [True, False, True]),
+        ("exaone4", 5, (), [True, True, True]),
+        ("exaone4", 5, (0, 1, 2), [False, False, False]),
+        ("exaone4", None, (0, 1, 2), [True, True, True]),
+    ],
+)
+def test_layers_that_turn_are_those_of_the_class(
+    family: FamilyName, window: int | None, full: tuple[int, ...], turning: list[bool]
+) -> None:
+    """EXAONE's turn under a window, and everywhere where there is no window at all; one that no layer has stops all."""
+    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
+    types = {"layer_types": ["full_attention" if layer in full else "sliding_attention" for layer in range(3)]}
+    more = {**types, "num_hidden_layers": 3, "sliding_window": window}
+    content = {**written(example_config(family)), **lists, **more, "sliding_window_pattern": "LLLG"}
+    config = from_config_json(content)
+    assert not [*config.problems(), *check_family(config)]
+    assert [config.rope_dim_of(layer) > 0 for layer in range(3)] == turning
+    assert from_config_json(written(config)) == config
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
+    attentions = [layer.self_attn for layer in theirs.model.layers]
+    assert [each.sliding_window is None or each.is_sliding for each in attentions] == turning
 
 
 @pytest.mark.parametrize(("window", "first"), [(4096, 62), (5, 0), (5, 1), (None, 1)])
@@ -451,7 +481,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4"])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
