@@ -55,6 +55,7 @@ FamilyName = Literal[
     "glm4_moe_lite",
     "minimax_m2",
     "dots1",
+    "exaone_moe",
     "flex_olmo",
     "solar_open",
     "ernie4_5_moe",

@@ -39,11 +39,19 @@ DEFAULTS = {
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The content with mlp_layer_types. Where it has none, only the first layer is dense."""
-    values = {**DEFAULTS, **content}
-    types, n_layers = values["mlp_layer_types"], values["num_hidden_layers"]
-    if types is None:
-        types = layer_kinds(n_layers, {0}) if is_count(n_layers) else []
-    return {**content, "mlp_layer_types": types}
+    return {**content, "mlp_layer_types": kinds_of_leading({**DEFAULTS, **content}, 1)}
+
+
+def kinds_of_leading(values: Mapping[str, Any], n_leading: Any) -> Any:
+    """``mlp_layer_types`` of a config.json. Where it is left out, ``n_leading`` layers at the beginning are dense.
+
+    It is empty where the number of layers, or ``n_leading``, is none: the rule of that key refuses it.
+    """
+    kinds, n_layers = values["mlp_layer_types"], values["num_hidden_layers"]
+    if kinds is None:
+        is_told = type(n_leading) is int and is_count(n_layers)
+        kinds = layer_kinds(n_layers, {*range(min(n_leading, n_layers))}) if is_told else []
+    return kinds
 
 
 def layer_kinds(n_layers: int, dense: set[int]) -> list[str]:
@@ -68,6 +76,14 @@ def dense_of(kinds: Any) -> Mapping[str, Any]:
     return {"moe.dense_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")}
 
 
+MLP_LAYER_TYPES = Key(
+    ours=("moe.n_dense_layers", "moe.dense_layers"),
+    write=lambda config: layer_kinds(config.n_layers, {*dense_layers(config)}),
+    read=dense_of,
+)
+# The class reads the list; other programs that read the files use this number.
+N_LEADING = Key(ours=(), write=n_leading, read=whole_number)
+
 FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
     since=5,
@@ -76,13 +92,8 @@ FAMILY = Family(
     same=V3.same,
     keys={
         **V3.keys,
-        # The class reads the list; other programs that read the files use this number.
-        "first_k_dense_replace": Key(ours=(), write=n_leading, read=whole_number),
-        "mlp_layer_types": Key(
-            ours=("moe.n_dense_layers", "moe.dense_layers"),
-            write=lambda config: layer_kinds(config.n_layers, {*dense_layers(config)}),
-            read=dense_of,
-        ),
+        "first_k_dense_replace": N_LEADING,
+        "mlp_layer_types": MLP_LAYER_TYPES,
     },
     constants=V3.constants,
     ignored={"output_router_logits": False},

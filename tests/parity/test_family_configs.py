@@ -328,6 +328,29 @@ def test_layers_without_experts_of_glm4_moe_lite_are_those_of_the_class(kinds, f
 
 
 @pytest.mark.parametrize(
+    ("family", "changes", "dense"),
+    [
+        ("exaone_moe", {}, [0]),
+        ("exaone_moe", {"first_k_dense_replace": 2}, [0, 1]),
+        ("exaone_moe", {"first_k_dense_replace": 10**10}, [0, 1, 2]),
+        ("exaone_moe", {"first_k_dense_replace": -1}, []),
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
+    ],
+)
+def test_dense_layers_are_those_of_the_class(family: FamilyName, changes: dict[str, Any], dense: list[int]) -> None:
+    """Of three layers."""
+    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
+    content = {**written(example_config(family)), **lists, "num_hidden_layers": 3, **changes}
+    config = from_config_json(content)
+    assert not [*config.problems(), *check_family(config)]
+    assert [layer for layer in range(3) if not config.is_moe_layer(layer)] == dense
+    assert from_config_json(written(config)) == config
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
+    assert [layer for layer in range(3) if not hasattr(theirs.model.layers[layer].mlp, "gate")] == dense
+
+
+@pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({}, 1.0),
@@ -354,6 +377,8 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     [
         ("ministral", {"sliding_window": 5}),
         ("ministral", {"sliding_window": None}),
+        ("exaone_moe", {}),
+        ("exaone_moe", {"sliding_window_pattern": 2}),
         ("exaone4", {}),
         ("exaone4", {"sliding_window_pattern": 2}),
         ("exaone4", {"sliding_window_pattern": 1}),
@@ -375,6 +400,8 @@ def test_windows_that_are_not_told_are_those_of_the_class(family: FamilyName, ch
         ("exaone4", 5, (), [True, True, True]),
         ("exaone4", 5, (0, 1, 2), [False, False, False]),
         ("exaone4", None, (0, 1, 2), [True, True, True]),
+        ("exaone_moe", 5, (1,), [True, False, True]),
+        ("exaone_moe", 5, (0, 1, 2), [False, False, False]),
     ],
 )
 def test_layers_that_turn_are_those_of_the_class(
@@ -481,7 +508,9 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe"]
+)
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""

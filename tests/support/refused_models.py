@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 must be moe_k=2, of which it is another name; remove one of them"),
     ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
     ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
-    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "qwen3_next", "qwen3_5_moe_text")),
+    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "exaone_moe", "qwen3_next", "qwen3_5_moe_text")),
     ("llama", {"rope_interleaved": True}, "rope_interleaved=true is not possible with model.family=llama, which knows rope_interleaved=false alone; "),
     ("mixtral", {"attention_bias": True}, "attention_bias=true is not possible with model.family=mixtral"),
     ("qwen2", {"use_mrope": True}, "use_mrope=true is not possible with model.family=qwen2"),
@@ -106,4 +106,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("starcoder2", {"hidden_act": "quick_gelu"}, 'hidden_act="quick_gelu" is not possible with model.family=starcoder2: it must be one of '),
     ("starcoder2", {"use_bias": None}, "use_bias=null is not possible with model.family=starcoder2: it must be bool; "),
     ("exaone4", {"layer_types": None, "sliding_window": 9, "sliding_window_pattern": "LLLG"}, 'sliding_window_pattern="LLLG" is not possible with model.family=exaone4: it must be a whole number of at least 1 where layer_types is left out; '),
+    ("exaone_moe", {"sliding_window": None}, "sliding_window=null is not possible with model.family=exaone_moe: it must be int; "),
+    ("exaone_moe", {"first_k_dense_replace": "1"}, 'first_k_dense_replace="1" is not possible with model.family=exaone_moe: it must be int; '),
 ]  # fmt: skip
