@@ -56,6 +56,7 @@ FamilyName = Literal[
     "minimax_m2",
     "dots1",
     "exaone_moe",
+    "hy_v3",
     "flex_olmo",
     "solar_open",
     "ernie4_5_moe",

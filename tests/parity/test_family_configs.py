@@ -335,6 +335,8 @@ def test_layers_without_experts_of_glm4_moe_lite_are_those_of_the_class(kinds, f
         ("exaone_moe", {"first_k_dense_replace": 10**10}, [0, 1, 2]),
         ("exaone_moe", {"first_k_dense_replace": -1}, []),
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
+        ("hy_v3", {}, [0]),
+        ("hy_v3", {"mlp_layer_types": ["dense", "sparse", "dense"]}, [0, 2]),
     ],
 )
 def test_dense_layers_are_those_of_the_class(family: FamilyName, changes: dict[str, Any], dense: list[int]) -> None:
@@ -509,14 +511,14 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe"]
+    "family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe", "hy_v3"]
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
     window = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8}
     content = {**written(example_config(family)), **(window if family == "qwen2" else {"layer_types": None})}
-    if family == "ernie4_5_moe":
+    if "layer_types" not in family_of(family).keys:
         del content["layer_types"]
     if key in family_of(family).keys:
         assert len(from_config_json({**content, key: 10**10}).full_attention_layers) <= 2

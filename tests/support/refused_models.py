@@ -108,4 +108,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"layer_types": None, "sliding_window": 9, "sliding_window_pattern": "LLLG"}, 'sliding_window_pattern="LLLG" is not possible with model.family=exaone4: it must be a whole number of at least 1 where layer_types is left out; '),
     ("exaone_moe", {"sliding_window": None}, "sliding_window=null is not possible with model.family=exaone_moe: it must be int; "),
     ("exaone_moe", {"first_k_dense_replace": "1"}, 'first_k_dense_replace="1" is not possible with model.family=exaone_moe: it must be int; '),
+    ("hy_v3", {"mlp_bias": True}, "mlp_bias=true is not possible with model.family=hy_v3, which knows mlp_bias=false alone; "),
+    ("hy_v3", {"mlp_layer_types": ["dense"]}, "is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
 ]  # fmt: skip
