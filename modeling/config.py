@@ -57,6 +57,7 @@ FamilyName = Literal[
     "dots1",
     "exaone_moe",
     "hy_v3",
+    "mellum",
     "flex_olmo",
     "solar_open",
     "ernie4_5_moe",

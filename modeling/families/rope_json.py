@@ -36,7 +36,8 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
                 continue  # it is written as the longest sequence (``longest``)
             if each.name != "name" and value is not None and value is not True:  # those are what left out means
                 scaling[ORIGINAL.get(each.name, each.name)] = value
-    is_told = config.rope_scaling is not None or family.tells_plain_rope
+    is_read = not family.has_local_rope or family.since <= 4  # else it would take the place of both tables
+    is_told = is_read and (config.rope_scaling is not None or family.tells_plain_rope)
     told = {"rope_scaling": scaling} if is_told else {}
     parameters = {**scaling, **rope}
     if isinstance(config.rope_scaling, LongRopeScaling):  # version 5 has all in one table

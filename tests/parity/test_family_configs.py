@@ -335,6 +335,8 @@ def test_layers_without_experts_of_glm4_moe_lite_are_those_of_the_class(kinds, f
         ("exaone_moe", {"first_k_dense_replace": 10**10}, [0, 1, 2]),
         ("exaone_moe", {"first_k_dense_replace": -1}, []),
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
+        ("mellum", {}, []),
+        ("mellum", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
         ("hy_v3", {}, [0]),
         ("hy_v3", {"mlp_layer_types": ["dense", "sparse", "dense"]}, [0, 2]),
     ],
@@ -379,6 +381,7 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     [
         ("ministral", {"sliding_window": 5}),
         ("ministral", {"sliding_window": None}),
+        ("mellum", {}),
         ("exaone_moe", {}),
         ("exaone_moe", {"sliding_window_pattern": 2}),
         ("exaone4", {}),
@@ -511,7 +514,8 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe", "hy_v3"]
+    "family",
+    ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe", "hy_v3", "mellum"],
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
