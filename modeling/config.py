@@ -34,6 +34,7 @@ FamilyName = Literal[
     "smollm3",
     "seed_oss",
     "granite",
+    "granite_swa",
     "ernie4_5",
     "starcoder2",
     "exaone4",

@@ -36,7 +36,7 @@ EVERYWHERE = frozenset(
 )
 REMEDY = "give another model"
 QUANTIZED = ("quantization_config", "quantization")  # the second is MLX's
-LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")  # keys with an entry for each layer
+LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta")  # keys with an entry for each layer
 
 
 @dataclass(frozen=True, kw_only=True)

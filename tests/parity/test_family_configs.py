@@ -381,6 +381,7 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     [
         ("ministral", {"sliding_window": 5}),
         ("ministral", {"sliding_window": None}),
+        ("granite_swa", {}),
         ("mellum", {}),
         ("exaone_moe", {}),
         ("exaone_moe", {"sliding_window_pattern": 2}),
@@ -425,6 +426,28 @@ def test_layers_that_turn_are_those_of_the_class(
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
     attentions = [layer.self_attn for layer in theirs.model.layers]
     assert [each.sliding_window is None or each.is_sliding for each in attentions] == turning
+
+
+@pytest.mark.parametrize("family", ["granite_swa"])
+@pytest.mark.parametrize(
+    ("listed", "base", "still"),
+    [
+        (None, 123.0, ()),
+        ([500, 500.0, 500.0], 500.0, ()),
+        ([0, 500.0, 500.0], 500.0, (0,)),
+        ([0, 0.0, 0], 123.0, (0, 1, 2)),
+    ],
+)
+def test_bases_of_layers_are_those_of_the_class(family: FamilyName, listed, base: float, still) -> None:
+    """Of three layers: a base of 0 is that of a layer in which nothing turns, the others count before rope_theta."""
+    more = {"num_hidden_layers": 3, "layer_types": None, "layer_rope_theta": listed}
+    content = {**written(example_config(family, rope_theta=123.0)), **more}
+    config = from_config_json(content)
+    assert not [*config.problems(), *check_family(config)]
+    assert (config.rope_theta, config.nope_layers) == (base, still)
+    assert from_config_json(written(config)) == config
+    bases = [0.0 if layer in still else base for layer in range(3)]
+    assert AutoConfig.for_model(**content).layer_rope_theta == bases
 
 
 @pytest.mark.parametrize(("window", "first"), [(4096, 62), (5, 0), (5, 1), (None, 1)])
@@ -515,7 +538,19 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "gemma3_text", "olmo3", "ernie4_5_moe", "afmoe", "ministral", "exaone4", "exaone_moe", "hy_v3", "mellum"],
+    [
+        "qwen2",
+        "gemma3_text",
+        "olmo3",
+        "ernie4_5_moe",
+        "afmoe",
+        "ministral",
+        "exaone4",
+        "exaone_moe",
+        "hy_v3",
+        "mellum",
+        "granite_swa",
+    ],
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:

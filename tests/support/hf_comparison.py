@@ -331,12 +331,13 @@ def is_zero_by_algebra(config: ModelConfig, name: str) -> bool:
     """Whether the gradient vanishes exactly, so that both sides hold only rounding.
 
     A single chosen weight, normalized, is 1 whatever the router says; attention over one key is 1 whatever q and k are,
-    unless there is a sink. A key's bias that is neither turned nor normed adds the same to all scores of a query.
+    unless there is a sink. A key's bias that is neither turned nor normed adds the same to all scores of a query, which
+    softmax does not see, without a sink.
     """
     if config.moe is not None and config.moe.normalize_top_k and config.moe.top_k == 1 and "router" in name:
         return True
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-    if config.rope_dim_of(layer) == 0 and not config.qk_norm and name.endswith("attention.k.bias"):
+    if config.rope_dim_of(layer) == 0 and not config.qk_norm and not config.sinks and name.endswith("attention.k.bias"):
         return True
     return (
         config.window_of(layer) == 1
