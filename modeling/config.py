@@ -51,6 +51,7 @@ FamilyName = Literal[
     "olmoe",
     "granitemoe",
     "granitemoeshared",
+    "granitemoe_swa",
     "glm4_moe",
     "afmoe",
     "glm4_moe_lite",

@@ -381,6 +381,7 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
     [
         ("ministral", {"sliding_window": 5}),
         ("ministral", {"sliding_window": None}),
+        ("granitemoe_swa", {}),
         ("granite_swa", {}),
         ("mellum", {}),
         ("exaone_moe", {}),
@@ -428,7 +429,7 @@ def test_layers_that_turn_are_those_of_the_class(
     assert [each.sliding_window is None or each.is_sliding for each in attentions] == turning
 
 
-@pytest.mark.parametrize("family", ["granite_swa"])
+@pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa"])
 @pytest.mark.parametrize(
     ("listed", "base", "still"),
     [
@@ -550,6 +551,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
         "hy_v3",
         "mellum",
         "granite_swa",
+        "granitemoe_swa",
     ],
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])

@@ -29,7 +29,7 @@ SEQ_LEN = 23
 FIRST: tuple[FamilyName, ...] = ("qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "gpt2")
 
 # their classes tell weights as they are without sinks, and scale what these add up to
-AS_WITHOUT_SINKS = ("granite_swa",)
+AS_WITHOUT_SINKS = ("granite_swa", "granitemoe_swa")
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 must be moe_k=2, of which it is another name; remove one of them"),
     ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
     ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
-    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "exaone_moe", "mellum", "granite_swa", "qwen3_next", "qwen3_5_moe_text")),
+    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "exaone_moe", "mellum", "granite_swa", "granitemoe_swa", "qwen3_next", "qwen3_5_moe_text")),
     ("llama", {"rope_interleaved": True}, "rope_interleaved=true is not possible with model.family=llama, which knows rope_interleaved=false alone; "),
     ("mixtral", {"attention_bias": True}, "attention_bias=true is not possible with model.family=mixtral"),
     ("qwen2", {"use_mrope": True}, "use_mrope=true is not possible with model.family=qwen2"),
@@ -116,4 +116,5 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite_swa", {"layer_rope_theta": 5.0}, "layer_rope_theta=5.0 is not possible with model.family=granite_swa: it must be a list; "),
     ("granite_swa", {"layer_rope_theta": [None, 5.0]}, "layer_rope_theta=[null, 5.0] is not possible with model.family=granite_swa: it must be float; "),
     ("granite_swa", {"layer_rope_theta": [5.0]}, "layer_rope_theta=[5.0] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
+    ("granitemoe_swa", {"position_embedding_type": "rope"}, 'position_embedding_type="rope" is not known with model.family=granitemoe_swa; '),
 ]  # fmt: skip
