@@ -37,6 +37,7 @@ FamilyName = Literal[
     "granite_swa",
     "ernie4_5",
     "starcoder2",
+    "stablelm",
     "exaone4",
     "olmo2",
     "olmo3",

@@ -60,6 +60,7 @@ VERSIONS = ["4", "installed"]
 # no version reads from position_ids where documents begin
 UNPACKED = ("gpt_oss", "bloom", "afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 UNPACKED_IN_4 = (
+    "stablelm",
     "qwen2_moe",
     "olmoe",
     "granitemoe",

@@ -117,4 +117,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite_swa", {"layer_rope_theta": [None, 5.0]}, "layer_rope_theta=[null, 5.0] is not possible with model.family=granite_swa: it must be float; "),
     ("granite_swa", {"layer_rope_theta": [5.0]}, "layer_rope_theta=[5.0] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
     ("granitemoe_swa", {"position_embedding_type": "rope"}, 'position_embedding_type="rope" is not known with model.family=granitemoe_swa; '),
+    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=true is not possible with model.family=stablelm"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true is not possible with model.family=stablelm"),
+    ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout=0.1 is not possible with model.family=stablelm"),
+    ("stablelm", {"num_key_value_heads": "4"}, 'num_key_value_heads="4" is not possible with model.family=stablelm: it must be int; '),
 ]  # fmt: skip
