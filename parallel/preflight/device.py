@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.processes.device import own_device
+from parallel.processes.device import own_device, why_unseen
 
 MIB, GIB = 2**20, 2**30
 
@@ -55,6 +55,8 @@ def open_device() -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
+    elif why := why_unseen():
+        raise RuntimeError(f"torch sees {why}")
     return device
 
 

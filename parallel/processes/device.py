@@ -7,8 +7,8 @@ fails.
 
 import os
 import socket
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import NotRequired, TypedDict
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from parallel.processes.rendezvous import address_of, all_ranks_here
 INTERFACE = "GLOO_SOCKET_IFNAME"
 ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737): the default route leads to it
 PORT = 9  # no packet is sent to it
+HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES by which a process is to see no GPU
 
 
 class Held(TypedDict):
@@ -27,6 +28,7 @@ class Held(TypedDict):
     host: str
     gpu: str  # its UUID; empty without CUDA
     problem: str  # why it has none; empty if it has one, or without CUDA
+    unseen: NotRequired[str]  # why torch sees none of the GPUs that Slurm has given; empty if Slurm has given none
 
 
 def device_index(n_devices: int, local_rank: int) -> int:
@@ -45,21 +47,52 @@ def held_device() -> Held:
     """The description of this rank's GPU, which other ranks can compare with theirs."""
     device, host = own_device(), socket.gethostname()
     if device.index is None:
-        return Held(host=host, gpu="", problem="")
+        return Held(host=host, gpu="", problem="", unseen=why_unseen())
     if device.index >= torch.cuda.device_count():
         shown = f" (CUDA_VISIBLE_DEVICES={show(os.environ.get('CUDA_VISIBLE_DEVICES', 'not set'))})"
         return Held(host=host, gpu="", problem=f"{number('LOCAL_RANK')} of {torch.cuda.device_count()}{shown}")
     return Held(host=host, gpu=str(torch.cuda.get_device_properties(device).uuid), problem="")
 
 
+def why_unseen(environment: Mapping[str, str] = os.environ) -> str:
+    """Why torch sees none of the GPUs that Slurm has given this task, in words; empty if Slurm has given it none.
+
+    Call it where torch sees no GPU. Empty, too, if CUDA_VISIBLE_DEVICES hides them on purpose.
+    """
+    given = environment.get("SLURM_STEP_GPUS", "")
+    if given in ("", "NoDevFiles") or environment.get("CUDA_VISIBLE_DEVICES", given) in HIDDEN:
+        return ""
+    found = f"none of GPUs {given} that Slurm has given it"
+    if not torch.backends.cuda.is_built():
+        return f"{found}, since torch {torch.__version__} is a build without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{found}: {' '.join(str(error).split())[:300]}"
+    return found
+
+
 def device_problems(held: Sequence[Held]) -> list[str]:
-    """A message for each rank without a GPU, and for each GPU that several ranks have; ``held`` is by rank."""
+    """A message for each rank without a GPU, and for each GPU that several ranks have; ``held`` is by rank.
+
+    Ranks that see no GPU are named where Slurm has given them some, and where other ranks have one.
+    """
     lines = [
         f"LOCAL_RANK on rank {rank} ({each['host']}) must number a GPU that the rank sees, and is {each['problem']}; "
         "start one rank for each GPU"
         for rank, each in enumerate(held)
         if each["problem"]
     ]
+    mixed = "none, though others do" if any(each["gpu"] for each in held) else ""
+    unseen = {rank: each.get("unseen") or mixed for rank, each in enumerate(held) if not each["gpu"] + each["problem"]}
+    for why in dict.fromkeys(filter(None, unseen.values())):
+        first, *others = [rank for rank, each in unseen.items() if each == why]
+        more = f" and {len(others)} more" if others else ""
+        lines.append(
+            f"rank {first} ({held[first]['host']}){more} must see a GPU, and sees {why}; install a torch that the "
+            "node's driver can run, leave out the node (slurm.exclude), or ask for no GPU (slurm.gpus_per_node=0) to "
+            "train on the CPU"
+        )
     of_gpu: dict[tuple[str, str], list[int]] = {}
     for rank, each in enumerate(held):
         if each["gpu"]:

@@ -17,6 +17,7 @@ from launcher.errors import UserError
 from launcher.training.heap import ALLOCATORS, let_segments_grow
 from parallel.checkpoint.saver import Saver
 from parallel.mesh import lone_mesh
+from parallel.preflight.device import open_device
 from parallel.processes.device import Held, choose_interface, device_problems, held_device, own_device
 from parallel.processes.roll_call import RollCallError
 from parallel.processes.start import fork_server
@@ -56,6 +57,51 @@ def test_two_ranks_on_one_gpu_are_named():
         "(or set CUDA_VISIBLE_DEVICES= to train on the CPU)"
     )
     assert device_problems([Held(host="a", gpu="", problem="")] * 3) == []  # CPUs
+
+
+@pytest.fixture
+def without_cuda(monkeypatch) -> pytest.MonkeyPatch:
+    """A task to which Slurm has given two GPUs, of which torch, a build for the CPU, sees none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return monkeypatch
+
+
+def test_gpus_that_slurm_has_given_are_not_left_idle(without_cuda):
+    """The run would have trained on the CPU, hundreds of times slower, without a word."""
+    host, why = held_device()["host"], "none of GPUs 0,1 that Slurm has given it, since torch"
+    (line,) = device_problems([held_device()] * 16)
+    assert line.startswith(f"rank 0 ({host}) and 15 more must see a GPU, and sees {why} {torch.__version__} is a ")
+    with pytest.raises(RuntimeError, match=f"^torch sees {why}"):
+        open_device()
+
+
+def test_a_driver_that_is_too_old_is_told_in_its_own_words(without_cuda):
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020)")
+
+    without_cuda.setattr(torch.backends.cuda, "is_built", lambda: True)
+    without_cuda.setattr(torch.cuda, "init", refuse)
+    (line,) = device_problems([held_device()])
+    assert "given it: The NVIDIA driver on your system is too old (found version 12020); install a torch" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1"), ("SLURM_STEP_GPUS", "NoDevFiles")],
+)
+def test_a_cpu_may_be_asked_for(without_cuda, name, value):
+    without_cuda.setenv(name, value)
+    assert device_problems([held_device()] * 2) == []
+    assert open_device() == torch.device("cpu")
+
+
+def test_a_rank_that_sees_no_gpu_though_others_do_is_named():
+    held = [Held(host=host, gpu=gpu, problem="") for host, gpu in (("a", "u0"), ("b", ""), ("b", ""))]
+    (line,) = device_problems(held)
+    assert line.startswith("rank 1 (b) and 1 more must see a GPU, and sees none, though others do; ")
 
 
 def test_more_local_ranks_than_gpus_are_refused(monkeypatch):
