@@ -259,6 +259,24 @@ def test_the_script_starts_again_only_what_may_end_otherwise(tmp_path, code, n_s
     assert len((tmp_path / "starts").read_text().splitlines()) == n_starts
 
 
+@pytest.mark.parametrize("name", ["train", "preflight"])
+def test_the_ranks_get_what_the_script_sets_where_the_shells_variables_stay_behind(tmp_path, name):
+    """Slurm sets SLURM_EXPORT_ENV after `sbatch --export=NONE`: srun takes it as its own --export, by default ALL."""
+    told = {"srun": "env >> seen; [[ $* == *preflight* ]] && : > run/preflight/job-1.bad; exit 0"}
+    for program, text in {**told, "scontrol": "[[ $1$2 == showhostnames ]] && echo n1", "sleep": "true"}.items():
+        (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "run" / "preflight").mkdir(parents=True)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job, "SLURM_EXPORT_ENV": "NONE"}
+    text = job_script(name).replace("RUN_DIR=runs/", "RUN_DIR=")
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == 0
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert [line for line in seen if line.startswith("SLURM_EXPORT_ENV")] == []
+    assert sum(line.startswith("ROUNDTABLE_TOKEN=") for line in seen) == {"train": 2, "preflight": 1}[name]
+
+
 @pytest.mark.parametrize(
     ("edit", "n_found"),
     [
