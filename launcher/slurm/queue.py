@@ -70,10 +70,10 @@ def ask(*command: str, text: str | None = None, environment: Mapping[str, str] |
 
 
 def partitions() -> tuple[dict[str, Partition], str | None]:
-    """Every partition by its name, and the default one's name."""
+    """Every partition by its name, hidden ones too, and the default one's name."""
     found: dict[str, Partition] = {}
     default = None
-    for line in ask("sinfo", "-h", "-o", "%P|%D|%G|%l").splitlines():
+    for line in ask("sinfo", "-h", "-a", "-o", "%P|%D|%G|%l").splitlines():
         name, nodes, gres, limit = line.split("|")
         if name.endswith("*"):
             name = default = name[:-1]
@@ -101,7 +101,7 @@ def gpu_types(partition: str | None) -> list[str]:
     found: dict[str, None] = {}
     named = partition or default_partition()
     names = named.split(",") if named is not None else []
-    for line in ask("sinfo", "-h", "-o", "%P|%G").splitlines():
+    for line in ask("sinfo", "-h", "-a", "-o", "%P|%G").splitlines():
         name, _, gres = line.partition("|")
         if name.rstrip("*") in names or (not names and name.endswith("*")):
             found |= dict.fromkeys(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d+", gres))
@@ -118,12 +118,12 @@ def minutes_of(limit: str) -> int | None:
 
 
 def live_jobs(run_path: Path | None = None) -> list[LiveJob]:
-    """The user's Roundtable jobs in the queue, each task of an array by itself.
+    """The user's Roundtable jobs in the queue, those in hidden partitions too, each task of an array by itself.
 
     With ``run_path``, the directory of a run or a sweep, only its jobs. Raises SlurmError where squeue fails.
     """
     jobs, runs_of_each = [], functools.cache(runs_of)
-    for line in ask("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r|%N|%M|%l|%k").splitlines():
+    for line in ask("squeue", "-h", "-a", "-r", "--me", "-o", "%i|%T|%r|%N|%M|%l|%k").splitlines():
         job_id, state, reason, nodes, elapsed, limit, comment = line.split("|", 6)
         if not comment.startswith(COMMENT):
             continue

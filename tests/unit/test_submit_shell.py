@@ -9,7 +9,7 @@ from fake_programs import write_programs
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.slurm.config import SlurmConfig
-from launcher.slurm.queue import gpu_types
+from launcher.slurm.queue import gpu_types, live_jobs
 from launcher.slurm.shell import for_sbatch
 from layout_runs import run_config, write_tokens
 
@@ -77,6 +77,16 @@ def test_the_shells_partition_is_looked_at_where_the_config_names_none(folder, m
     monkeypatch.setenv("SBATCH_PARTITION", "none")
     assert submit() == 2
     assert "SBATCH_PARTITION=none must be a partition of this cluster; try " in capsys.readouterr().err
+
+
+def test_hidden_partitions_and_the_jobs_in_them_are_seen(folder, capsys):
+    """Slurm's commands leave them out without -a, also for those who may use them."""
+    hidden = "case \" $* \" in *' -a '*) echo '{}';; esac"
+    write_programs(folder / "bin", {"sinfo": hidden.format("secret|4|gpu:8|infinite"), "squeue": ":"})
+    assert submit("slurm.partition=secret") == 0
+    job = f"7|RUNNING|None|n1|1:00|1:00:00|roundtable:{folder}/run"
+    write_programs(folder / "bin", {"squeue": hidden.format(job)})
+    assert [job.job_id for job in live_jobs()] == ["7"]
 
 
 def test_several_partitions_are_a_choice_of_slurms(folder, capsys):
