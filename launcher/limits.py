@@ -13,11 +13,12 @@ MOST_LOCAL_RANKS = 1024  # processes that one machine is asked for; each is a wh
 ADDRESS_SPACE_GIB = 4  # torch and its threads reserve far more than they use
 
 
-def check_limits(n_ranks: int = 1) -> None:
+def check_limits(n_ranks: int = 1, n_here: int | None = None) -> None:
     """Raises this process's soft limits to the hard ones; raises UserError where ``n_ranks`` ranks need more.
 
-    The limits are those of ``ulimit -n`` (open files), ``-v`` (address space) and ``-u`` (processes and threads, from
-    which the kernel exempts root). Processes that are started from here inherit them.
+    ``n_here`` of the ranks are on this machine (None: all of them). The limits are those of ``ulimit -n`` (open files),
+    ``-v`` (address space) and ``-u`` (processes and threads, from which the kernel exempts root). Processes that are
+    started from here inherit them.
     """
     needed = OPEN_FILES + OPEN_FILES_OF_A_RANK * n_ranks
     problems = []
@@ -30,7 +31,7 @@ def check_limits(n_ranks: int = 1) -> None:
         remedy = "run `ulimit -v unlimited` before, and limit memory by Slurm's --mem or systemd's MemoryMax"
         rule = f"must be at least {ADDRESS_SPACE_GIB << 20}, since torch reserves far more than it uses"
         problems.append(f"ulimit -v={space >> 10} (KiB of a process's address space) {rule}; {remedy}")
-    tasks, needed = _raised(resource.RLIMIT_NPROC), TASKS + TASKS_OF_A_RANK * n_ranks
+    tasks, needed = _raised(resource.RLIMIT_NPROC), TASKS + TASKS_OF_A_RANK * (n_ranks if n_here is None else n_here)
     if tasks is not None and tasks < needed and os.geteuid() != 0:
         remedy = f"run `ulimit -u {max(4096, needed)}` before, or raise the hard limit (limits.conf, or LimitNPROC)"
         problems.append(f"ulimit -u={tasks} (all processes and threads of a user) must be at least {needed}; {remedy}")

@@ -34,7 +34,7 @@ from parallel.checkpoint.store import in_order
 from parallel.processes.lifeline import end_with_job
 from parallel.processes.start import RankError, run_ranks, tell_launcher
 from parallel.processes.stop import ending, hearing
-from parallel.processes.world import in_step, set_rank_environment, world_size_from_environment
+from parallel.processes.world import in_step, ranks_on_node, set_rank_environment, world_size_from_environment
 
 Answer = TypeVar("Answer")
 
@@ -98,7 +98,7 @@ def join_job(path: Path, overrides: Sequence[str], ranks: int | None, job_size: 
     """
     end_with_job()
     check_ranks(ranks, job_size)
-    check_limits(job_size)
+    check_limits(job_size, ranks_on_node(job_size))
     config = with_source(load_checked(path, overrides, world_size=job_size))
     changed = check_start(config)
     check_prepared(config, path)

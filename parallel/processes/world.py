@@ -135,6 +135,13 @@ def rank_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
 
+def ranks_on_node(job_size: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The most ranks that a node of the job has, under torchrun or srun; ``job_size`` where that is not known."""
+    if "RANK" in environment:
+        return number("LOCAL_WORLD_SIZE", environment, least=1, default=job_size)
+    return max(expand_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", "")), default=job_size)
+
+
 def expand_counts(text: str) -> list[int]:
     """The number of tasks on each node, from Slurm's short form: 2(x3),1 gives 2, 2, 2, 1."""
     parts = (re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(","))

@@ -10,6 +10,7 @@ import pytest
 from launcher.cli import main
 from launcher.errors import UserError
 from launcher.limits import check_limits
+from parallel.processes.world import ranks_on_node
 
 
 @pytest.fixture
@@ -60,6 +61,21 @@ def test_too_few_processes_and_threads_are_refused_but_for_root(user, limits, mo
 def test_large_jobs_need_more(limits):
     with pytest.raises(UserError, match=r"ulimit -n=4096 .* must be at least 8128"):
         check_limits(2000)
+
+
+def test_processes_are_those_of_one_node(limits, monkeypatch):
+    """2,048 ranks have 40,976 processes and threads, but 176 on each of 256 nodes; the kernel counts those."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    limits[resource.RLIMIT_NOFILE], limits[resource.RLIMIT_NPROC] = (9000, 9000), (4096, 4096)
+    with pytest.raises(UserError, match=r"ulimit -u=4096 .* must be at least 40976"):
+        check_limits(2048)
+    check_limits(2048, ranks_on_node(2048, {"SLURM_STEP_TASKS_PER_NODE": "8(x256)"}))
+
+
+def test_the_ranks_of_a_node_are_those_of_the_largest():
+    assert ranks_on_node(7, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}) == 2
+    assert ranks_on_node(8, {"RANK": "0", "LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}) == 4
+    assert ranks_on_node(8, {"RANK": "0"}) == ranks_on_node(8, {}) == 8
 
 
 @pytest.mark.parametrize("command", ["train", "prove", "preflight"])
