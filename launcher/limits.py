@@ -22,6 +22,7 @@ def check_limits(n_ranks: int = 1, n_here: int | None = None) -> None:
     """
     needed = OPEN_FILES + OPEN_FILES_OF_A_RANK * n_ranks
     problems = []
+    _raised(resource.RLIMIT_MEMLOCK)  # what InfiniBand locks; `submit` hands the shell's limits on to the job
     files = _raised(resource.RLIMIT_NOFILE)
     if files is not None and files < needed:
         remedy = f"run `ulimit -n {needed}` before, or raise the hard limit (limits.conf, or the service's LimitNOFILE)"

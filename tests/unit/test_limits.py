@@ -18,6 +18,7 @@ def limits(monkeypatch) -> dict[int, tuple[int, int]]:
     """The limits of a made-up shell, which setrlimit changes."""
     free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     found = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: free, resource.RLIMIT_NPROC: (60, free[1])}
+    found[resource.RLIMIT_MEMLOCK] = (64 << 10, free[1])
     monkeypatch.setattr(resource, "getrlimit", found.get)
     monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
     return found
@@ -26,7 +27,7 @@ def limits(monkeypatch) -> dict[int, tuple[int, int]]:
 def test_soft_limits_are_raised(limits):
     check_limits(8)
     assert limits[resource.RLIMIT_NOFILE] == (4096, 4096)
-    for limit in (resource.RLIMIT_AS, resource.RLIMIT_NPROC):
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK):
         assert limits[limit] == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
