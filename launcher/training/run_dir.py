@@ -458,12 +458,13 @@ def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
 def _lock(run_path: Path) -> IO[str]:
     """The run directory's lock file, locked until it is closed; opening it does not change an existing file.
 
-    Raises UserError where another process holds the lock, unless this process is its successor.
+    Raises UserError where another process holds the lock, unless this process is its successor, and where the file
+    system has no locks.
     """
     lock = (run_path / LOCK).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         lock.seek(0)
         if is_successor(holder_of_this_process(), _holder(lock)):
             return lock
@@ -474,6 +475,11 @@ def _lock(run_path: Path) -> IO[str]:
                 "name or run_dir"
             ]
         ) from None
+    except OSError as error:
+        lock.close()
+        rule = f"must be on a file system that can lock files (flock), and it says: {error.strerror or error}"
+        remedy = "choose another run_dir, or have it mounted with locks (Lustre: -o flock; NFS: a server that locks)"
+        raise UserError([f"run_dir={run_path} {rule}; {remedy}"]) from None
     return lock
 
 

@@ -1,7 +1,10 @@
 """Who may write into a run directory."""
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 
 import pytest
 
@@ -38,6 +41,22 @@ def test_planted_stale_writer_leaves_the_metrics_as_they_are(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     with MetricsFile.resume(tmp_path / "metrics.jsonl", 1, latest.held) as rightful:
         rightful.write({"step": 2, "loss": 1.0})
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_from_a_run_that_lives(tmp_path, monkeypatch, code):
+    """Lustre as it is mounted by default before 2.13 has none, and NFS where its lock server does not answer."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_path = tmp_path / "run"
+    with pytest.raises(UserError) as error:
+        claim(RunConfig(run_dir=str(run_path)))
+    (line,) = error.value.problems
+    said = f"must be on a file system that can lock files (flock), and it says: {os.strerror(code)}; choose another"
+    assert line.startswith(f"run_dir={run_path} {said} run_dir, or have it mounted with locks (Lustre: -o flock; ")
 
 
 @pytest.mark.parametrize("content", [b"", b"many", b"%020d\n" % 0, None])
