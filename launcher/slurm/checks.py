@@ -12,7 +12,15 @@ from launcher.config.tree import RunConfig
 from launcher.config.words import join_or, show
 from launcher.errors import UserError
 from launcher.slurm.config import SlurmConfig
-from launcher.slurm.queue import Partition, SlurmError, live_jobs, partitions, require, would_take
+from launcher.slurm.queue import (
+    Partition,
+    SlurmError,
+    live_jobs,
+    partitions,
+    processors_of,
+    require,
+    would_take,
+)
 from launcher.slurm.resumption import look_for_checkpoint
 from launcher.slurm.script import RUNS
 from launcher.slurm.shell import default_partition
@@ -30,6 +38,7 @@ from launcher.training.start import (
 )
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
+FEWEST_PROCESSORS = 4  # of a process with a GPU: its threads launch kernels, go backward, talk, read and save
 SAVE_GIB_PER_SECOND = 0.25  # the least that one node is assumed to write; only for estimating the time of a save
 
 
@@ -253,6 +262,23 @@ def notes(config: RunConfig) -> Iterator[str]:
     """Notes and warnings about a job that are no reason to refuse it, a line each."""
     yield from wandb_notes(config, shlex.quote(str(config.run_path)))
     yield from checkpoint_notes(config)
+
+
+def processor_notes(config: RunConfig, script: str) -> Iterator[str]:
+    """A warning where Slurm would give processes with GPUs hardly any cores, as it does where none are asked for."""
+    slurm = config.slurm
+    if slurm.cpus_per_task is not None or slurm.gpus_per_node == 0:
+        return
+    try:
+        found = processors_of(script, slurm)
+    except (SlurmError, OSError):
+        return
+    n_processes = (slurm.nodes + slurm.spare_nodes) * slurm.n_tasks_per_node
+    if found is not None and found < FEWEST_PROCESSORS * n_processes:
+        yield (
+            f"warning: Slurm gives the {n_processes} processes {found} processors in all, and one with a GPU is slow "
+            f"on fewer than {FEWEST_PROCESSORS}; set slurm.cpus_per_task to its share of a node's cores"
+        )
 
 
 def checkpoint_notes(config: RunConfig) -> Iterator[str]:

@@ -53,10 +53,13 @@ def require(*programs: str) -> None:
         raise UserError([f"{missing[0]} must be on the PATH, and is not; run this where Slurm is, on a login node"])
 
 
-def ask(*command: str, text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
+def ask(
+    *command: str, text: str | None = None, environment: Mapping[str, str] | None = None, with_stderr: bool = False
+) -> str:
     """Runs a command and returns its stdout. Raises SlurmError, with the command's message, where it fails.
 
-    ``text`` is its stdin. ``environment``: its variables; None: those of this process.
+    ``text`` is its stdin. ``environment``: its variables; None: those of this process. ``with_stderr``: what it says on
+    stderr follows stdout.
     """
     how = {"input": text, "env": environment, "timeout": SECONDS}
     try:
@@ -66,7 +69,7 @@ def ask(*command: str, text: str | None = None, environment: Mapping[str, str] |
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [""])[-1].removeprefix(f"{command[0]}: ")
         raise SlurmError(words or f"{command[0]} failed with code {done.returncode}")
-    return done.stdout
+    return done.stdout + (done.stderr if with_stderr else "")
 
 
 def partitions() -> tuple[dict[str, Partition], str | None]:
@@ -175,3 +178,10 @@ def would_take(script: str, slurm: SlurmConfig) -> str | None:
     except SlurmError as error:
         return str(error)
     return None
+
+
+def processors_of(script: str, slurm: SlurmConfig) -> int | None:
+    """The number of processors that Slurm would give the job; None where ``sbatch --test-only`` does not say it."""
+    said = ask("sbatch", "--test-only", text=script, environment=for_sbatch(slurm), with_stderr=True)
+    found = re.search(r" using (\d+) processors on ", said)
+    return int(found[1]) if found is not None else None

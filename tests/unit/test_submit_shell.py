@@ -89,6 +89,26 @@ def test_hidden_partitions_and_the_jobs_in_them_are_seen(folder, capsys):
     assert [job.job_id for job in live_jobs()] == ["7"]
 
 
+def test_processes_with_gpus_and_hardly_any_cores_are_told(folder, capsys):
+    """Slurm gives a process one core where none are asked for, and says of how many it thinks when it is asked."""
+    thinks = 'echo "sbatch: Job 9 to start at 2026-11-29T00:00:00 using $(cat cores) processors on nodes n1" >&2'
+    write_programs(folder / "bin", {"sbatch": f'[ "$1" = --test-only ] && {thinks} || echo 7'})
+    warned = (
+        "warning: Slurm gives the 2 processes 6 processors in all, and one with a GPU is slow on fewer than 4; "
+        "set slurm.cpus_per_task to its share of a node's cores\n"
+    )
+    two = ("slurm.gpus_per_node=2", "slurm.tasks_per_node=null")
+    for cores, given, told in (
+        ("6", two, warned),
+        ("8", two, ""),
+        ("6", (*two, "slurm.cpus_per_task=3"), ""),
+        ("1", (), ""),
+    ):
+        (folder / "cores").write_text(cores)
+        assert submit(*given) == 0
+        assert capsys.readouterr().err == told
+
+
 def test_several_partitions_are_a_choice_of_slurms(folder, capsys):
     """One of them must have what is asked for."""
     given = ("slurm.partition='small,short'", "slurm.time_minutes=30")
