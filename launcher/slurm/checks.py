@@ -16,6 +16,7 @@ from launcher.slurm.queue import (
     Partition,
     SlurmError,
     live_jobs,
+    nodes_up,
     partitions,
     processors_of,
     require,
@@ -262,6 +263,22 @@ def notes(config: RunConfig) -> Iterator[str]:
     """Notes and warnings about a job that are no reason to refuse it, a line each."""
     yield from wandb_notes(config, shlex.quote(str(config.run_path)))
     yield from checkpoint_notes(config)
+
+
+def node_notes(config: RunConfig) -> Iterator[str]:
+    """A warning where fewer nodes are up than the job asks for."""
+    slurm = config.slurm
+    asked = slurm.nodes + slurm.spare_nodes
+    try:
+        up = nodes_up(slurm.partition)
+    except (SlurmError, OSError):
+        return
+    if up is not None and up < asked:
+        which = f"partition {slurm.partition}" if slurm.partition is not None else "the partition"
+        yield (
+            f"warning: only {up} nodes of {which} are up, and the job of {asked} waits for the others; "
+            "`sinfo -R` says why they are not"
+        )
 
 
 def processor_notes(config: RunConfig, script: str) -> Iterator[str]:

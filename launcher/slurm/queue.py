@@ -15,6 +15,7 @@ from launcher.slurm.script import COMMENT, RUNS
 from launcher.slurm.shell import default_partition, for_sbatch
 from launcher.training.run_parts import SLURM, check_parts
 
+NOT_NOW = "Requested node configuration is not available"  # now, or ever
 SECONDS = 60  # timeout of a command: a busy slurmctld may take long to answer, one that is down never does
 
 
@@ -111,6 +112,22 @@ def gpu_types(partition: str | None) -> list[str]:
     return list(found)
 
 
+def nodes_up(partition: str | None) -> int | None:
+    """The nodes of a partition that are neither down nor drained; of several, the most that one has.
+
+    None for ``partition`` means the default one. None where sinfo does not say.
+    """
+    found: dict[str, int] = {}
+    named = partition or default_partition()
+    for line in ask("sinfo", "-h", "-a", "-o", "%P|%F").splitlines():
+        name, _, counts = line.partition("|")
+        match = re.fullmatch(r"(\d+)/(\d+)/\d+/\d+", counts)  # allocated, idle, other, all
+        is_meant = name.rstrip("*") in named.split(",") if named is not None else name.endswith("*")
+        if match is not None and is_meant:
+            found[name] = found.get(name, 0) + int(match[1]) + int(match[2])
+    return max(found.values(), default=None)
+
+
 def minutes_of(limit: str) -> int | None:
     """Minutes of a time limit as Slurm prints it, days-hours:minutes:seconds; None where there is none."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", limit)
@@ -172,11 +189,15 @@ def has_ended(job_id: str) -> bool:
 
 
 def would_take(script: str, slurm: SlurmConfig) -> str | None:
-    """Why ``sbatch --test-only`` refuses the script, in its own words; None where it accepts it."""
+    """Why ``sbatch --test-only`` refuses the script, in its own words; None where it accepts it.
+
+    It refuses what more nodes would take than are up now, too, which sbatch itself lets wait for them.
+    """
     try:
         ask("sbatch", "--test-only", text=script, environment=for_sbatch(slurm))
     except SlurmError as error:
-        return str(error)
+        up = nodes_up(slurm.partition) if NOT_NOW in str(error) else None
+        return str(error) if up is None or up >= slurm.nodes + slurm.spare_nodes else None
     return None
 
 

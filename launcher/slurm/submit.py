@@ -10,7 +10,7 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.console import say, tell
 from launcher.errors import UserError
-from launcher.slurm.checks import check_hashes, check_job, check_names, notes, processor_notes
+from launcher.slurm.checks import check_hashes, check_job, check_names, node_notes, notes, processor_notes
 from launcher.slurm.fit import check_fit, fit_notes
 from launcher.slurm.profile import job_script, read_profile
 from launcher.slurm.queue import SlurmError, ask
@@ -44,7 +44,8 @@ def submit_run(
         problems = check_hashes(config)
     if problems:
         raise UserError(problems)
-    for note in (*notes(config), *processor_notes(config, script), *(fit_notes(config) if plan else ())):
+    of_cluster = (*node_notes(config), *processor_notes(config, script))
+    for note in (*notes(config), *of_cluster, *(fit_notes(config) if plan else ())):
         tell(note)
     write_config(config)
     print_how_to_follow(config, hand_over_chain(config, script))

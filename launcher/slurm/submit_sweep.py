@@ -15,6 +15,7 @@ from launcher.slurm.checks import (
     check_here,
     check_names,
     checkpoint_notes,
+    node_notes,
     processor_notes,
     wandb_notes,
 )
@@ -58,7 +59,7 @@ def submit_sweep(
         raise UserError(problems)
     found = in_runs({name: list(checkpoint_notes(config)) for name, config in sweep.runs.items()}, len(sweep.runs))
     wandb = wandb_notes(sweep.base, f"{shlex.quote(str(sweep.base.run_path))}/*")
-    for note in (*wandb, *processor_notes(sweep.base, script), *found):
+    for note in (*wandb, *node_notes(sweep.base), *processor_notes(sweep.base, script), *found):
         tell(note)
     print_how_to_follow(sweep, submit(sweep, script))
     return 0

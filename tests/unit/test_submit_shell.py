@@ -89,6 +89,25 @@ def test_hidden_partitions_and_the_jobs_in_them_are_seen(folder, capsys):
     assert [job.job_id for job in live_jobs()] == ["7"]
 
 
+def test_a_job_may_wait_for_nodes_that_are_down(folder, capsys):
+    """`sbatch --test-only` looks at nodes that are up alone, and refuses what sbatch itself lets wait."""
+    refuses = 'echo "allocation failure: Requested node configuration is not available" >&2; exit 1'
+    write_programs(folder / "bin", {"sbatch": f'[ "$1" = --test-only ] && {{ {refuses}; }}; echo 7'})
+    counts = 'case "$*" in *%F*) echo "main*|1/$(cat idle)/1/4"; exit;; esac; '
+    write_programs(folder / "bin", {"sinfo": counts + FAKES["sinfo"]})
+    given = ("slurm.nodes=4", "train.global_batch_size=16")
+    (folder / "idle").write_text("2")
+    assert submit(*given) == 0
+    assert capsys.readouterr().err == (
+        "warning: only 3 nodes of the partition are up, and the job of 4 waits for the others; "
+        "`sinfo -R` says why they are not\n"
+    )
+    (folder / "idle").write_text("3")
+    assert submit(*given) == 2
+    line = "slurm.nodes=4: sbatch does not take the job: allocation failure: Requested node configuration is not "
+    assert capsys.readouterr().err.startswith(line)
+
+
 def test_processes_with_gpus_and_hardly_any_cores_are_told(folder, capsys):
     """Slurm gives a process one core where none are asked for, and says of how many it thinks when it is asked."""
     thinks = 'echo "sbatch: Job 9 to start at 2026-11-29T00:00:00 using $(cat cores) processors on nodes n1" >&2'
