@@ -1,14 +1,17 @@
 """Renders the job script: a template of slurm/*.sbatch with the settings of a run or a sweep."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.places import nearest_existing
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.slurm.config import SlurmConfig
+from parallel.checkpoint.places import is_remote, local_path
 
 BEGIN, END = "# --- settings", "# --- end of settings"  # the lines that mark a template's settings
 SETTINGS = re.compile(rf"^{BEGIN}\n.*?^{END}\n", re.DOTALL | re.MULTILINE)
@@ -103,10 +106,26 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     yield f"SPARES={slurm.spare_nodes}"
     options = []
     if slurm.container is not None:
-        options = [f"--container-image={shlex.quote(slurm.container)}", '--container-mounts="$PWD:$PWD"']
+        mounts = ",".join(['"$PWD:$PWD"', *(shlex.quote(f"{path}:{path}") for path in places_elsewhere(config))])
+        options = [f"--container-image={shlex.quote(slurm.container)}", f"--container-mounts={mounts}"]
         options.append('--container-workdir="$PWD"')
     yield f"SRUN_OPTIONS=({' '.join(options)})"
     yield f'set -- "$RUN_DIR/{FOLDER}/config.yaml"'
+
+
+def places_elsewhere(config: RunConfig) -> list[Path]:
+    """The folders outside the current one that a container must show: of the run, its checkpoints and token files.
+
+    Of one that is not there yet, it is the folder in which it will be made.
+    """
+    found: list[Path] = []
+    for place in (config.run_path, config.checkpoint_location, config.data.token_dir):
+        if is_remote(place):
+            continue
+        path = Path(nearest_existing(os.path.abspath(local_path(place))))
+        if path != Path("/") and not any(path.is_relative_to(each) for each in (Path.cwd(), *found)):
+            found.append(path)
+    return found
 
 
 def exports(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:

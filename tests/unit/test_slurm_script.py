@@ -233,6 +233,22 @@ def test_scratch_holds_variables_of_the_job_and_nothing_else_is_run(scratch, exp
         assert done.stdout == f"{expected}/roundtable/triton"
 
 
+def test_a_container_sees_what_lies_outside_the_folder(tmp_path, monkeypatch):
+    """Else checkpoints are written within the container, which is removed when the step ends."""
+    for name in ("here", "runs", "big disk", "tokens"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = RunConfig(slurm=SlurmConfig(container="image"), run_dir=f"{tmp_path}/runs/mine")
+    checkpoint = dataclasses.replace(config.checkpoint, dir=f"file://{tmp_path}/big disk/mine")
+    data = dataclasses.replace(config.data, token_dir="../tokens")
+    config = dataclasses.replace(config, checkpoint=checkpoint, data=data)
+    mounts = f"\"$PWD:$PWD\",{tmp_path}/runs:{tmp_path}/runs,'{tmp_path}/big disk:{tmp_path}/big disk',"
+    mounts += f"{tmp_path}/tokens:{tmp_path}/tokens"
+    assert f" --container-mounts={mounts} " in render(job_script("train"), config, "python")
+    remote = dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, dir="s3://bucket/mine"))
+    assert "big disk" not in render(job_script("train"), remote, "python")
+
+
 @pytest.mark.parametrize(("array", "log"), [(None, "%j"), (Array(3, None), "%A_%a")])
 def test_the_scripts_are_bash(array, log):
     for path in sorted(FOLDER.glob("*.sbatch")):
