@@ -87,7 +87,9 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     """The lines of the settings that bash executes: modules, environment, and the script's variables."""
     slurm = config.slurm
     if slurm.modules:
-        yield f"module load {' '.join(map(shlex.quote, slurm.modules))}"
+        yield "declare -F module >/dev/null || . /etc/profile  # a shell other than bash hands no `module` on"
+        failed = "{ echo 'module load failed; the lines above say why' >&2; exit 1; }"
+        yield f"module load {' '.join(map(shlex.quote, slurm.modules))} || {failed}"
     for name, value in exports(slurm):
         yield f"export {name}={value}"
     for name in slurm.passed_on:

@@ -61,7 +61,8 @@ INFINIBAND = """\
 #SBATCH --open-mode=append
 #SBATCH --output=runs/small/logs/job-%j.log
 #SBATCH --requeue
-module load cuda/12.8 nccl/2.27
+declare -F module >/dev/null || . /etc/profile  # a shell other than bash hands no `module` on
+module load cuda/12.8 nccl/2.27 || { echo 'module load failed; the lines above say why' >&2; exit 1; }
 export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
 export TRITON_CACHE_DIR=/local_scratch/roundtable/triton
@@ -247,6 +248,27 @@ def test_a_container_sees_what_lies_outside_the_folder(tmp_path, monkeypatch):
     assert f" --container-mounts={mounts} " in render(job_script("train"), config, "python")
     remote = dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, dir="s3://bucket/mine"))
     assert "big disk" not in render(job_script("train"), remote, "python")
+
+
+@pytest.mark.parametrize(
+    ("shell", "started"),
+    [("module() { echo $2 >> loaded; }", True), ("module() { return 1; }", False), ("", False)],
+    ids=["loads", "fails", "unknown"],
+)
+def test_a_job_without_its_modules_does_not_begin(tmp_path, shell, started):
+    """Its ranks would have met another CUDA or NCCL, or none."""
+    (tmp_path / "srun").write_text("#!/bin/bash\n: > started\n")
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    settings = SlurmConfig(modules=("cuda/12.8",), preflight=False)
+    script = render(job_script("train"), RunConfig(run_dir="run", slurm=settings), "python")
+    text = f"{shell}\n{script.replace('/etc/profile', '/dev/null')}"
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, timeout=60, capture_output=True)
+    assert (done.returncode == 0, (tmp_path / "started").exists()) == (started, started)
+    assert (b"module load failed" in done.stderr) == (not started)
 
 
 @pytest.mark.parametrize(("array", "log"), [(None, "%j"), (Array(3, None), "%A_%a")])
