@@ -113,10 +113,14 @@ def choose_interface(
 
     gloo otherwise binds to the address to which this machine's own name resolves: on Debian and on many clusters
     127.0.1.1, where no other node reaches it. On the node whose own address MASTER_ADDR is, it is the interface with
-    that address; where that is a loopback address, the interface of the default route. Call it before the first gloo
-    group is made.
+    that address; where that is a loopback address, the interface of the default route. A set value that is the
+    beginning of names, as NCCL takes it, becomes a whole name, which gloo needs. Call it before the first gloo group is
+    made.
     """
-    if INTERFACE in environment or all_ranks_here(environment):
+    if INTERFACE in environment:
+        environment[INTERFACE] = whole_name(environment[INTERFACE])
+        return
+    if all_ranks_here(environment):
         return
     source_of = source_to or source_address
     master = address_of(environment["MASTER_ADDR"])
@@ -126,6 +130,15 @@ def choose_interface(
         if name is not None and not is_loopback(name):
             environment[INTERFACE] = name
             return
+
+
+def whole_name(given: str) -> str:
+    """The interface that ``given`` names, or the first with an address whose name begins so; else ``given``."""
+    found = {name: {each.family for each in addresses} for name, addresses in psutil.net_if_addrs().items()}
+    if given in found or not given:
+        return given
+    reached = [name for name, families in found.items() if families & {socket.AF_INET, socket.AF_INET6}]
+    return min((name for name in reached if name.startswith(given)), default=given)
 
 
 def source_address(target: str) -> str | None:

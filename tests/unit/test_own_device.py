@@ -1,6 +1,7 @@
 """Which GPU and which network interface are a rank's own, told without either."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -233,6 +234,19 @@ def test_an_interface_that_was_chosen_stays():
     environment = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "bond0"}
     choose_interface(environment, ROUTES.get)
     assert environment["GLOO_SOCKET_IFNAME"] == "bond0"
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [("ib", "ib0"), ("ib1", "ib1"), ("en", "eno2"), ("hsn", "hsn"), ("ib0,ib1", "ib0,ib1")]
+)
+def test_the_beginning_of_a_name_which_nccl_takes_is_made_whole_for_gloo(monkeypatch, given, taken):
+    """slurm.network_interface=ib is told to both; gloo found no interface of that name, and the job failed."""
+    link, internet = ([type("Address", (), {"family": each})] for each in (socket.AF_PACKET, socket.AF_INET))
+    names = {"lo": internet, "eno1": link, "eno2": internet, "ib1": internet, "ib0": internet}
+    monkeypatch.setattr(device.psutil, "net_if_addrs", lambda: names)
+    environment = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": given}
+    choose_interface(environment, ROUTES.get)
+    assert environment["GLOO_SOCKET_IFNAME"] == taken
 
 
 def test_one_machine_needs_no_interface():
