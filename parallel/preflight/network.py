@@ -18,6 +18,7 @@ from torch.distributed import (
 )
 
 from parallel.preflight.device import Sizes, seconds_of
+from parallel.processes.device import choose_interface
 
 PARTNERS = 3  # nodes with which each is paired: even with two bad ones among them, one pair shows its own speed
 
@@ -45,6 +46,7 @@ def _group(
     # NCCL's call that opens a communicator waits for the others without a limit, so it begins when all are here.
     place.wait([f"here/{member}" for member in members], limit)
     cuda = device.type == "cuda"
+    choose_interface()
     # A wait that is over time raises here, instead of ending the process from NCCL's watchdog. Only a
     # collective with ``async_op`` has a Work to wait for; after any other one the host waits for the device, without
     # a limit.

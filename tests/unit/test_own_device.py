@@ -13,6 +13,7 @@ import torch
 
 import launcher.guard.agreement as agreement
 import launcher.training.start as start
+import parallel.preflight.network as network
 import parallel.processes.device as device
 from launcher.errors import UserError
 from launcher.training.heap import ALLOCATORS, let_segments_grow
@@ -247,6 +248,17 @@ def test_the_beginning_of_a_name_which_nccl_takes_is_made_whole_for_gloo(monkeyp
     environment = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": given}
     choose_interface(environment, ROUTES.get)
     assert environment["GLOO_SOCKET_IFNAME"] == taken
+
+
+def test_a_preflight_meets_on_the_interface_that_training_would_take(monkeypatch):
+    """Else nodes whose own names lead to 127.0.1.1 could not work with each other there, and all were broken."""
+    calls = []
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")
+    monkeypatch.setattr(network, "choose_interface", lambda: calls.append("interface"))
+    monkeypatch.setattr(network.dist, "init_process_group", lambda *arguments, **options: calls.append("group"))
+    monkeypatch.setattr(network.dist, "destroy_process_group", lambda: calls.append("end"))
+    with network._group(torch.distributed.HashStore(), "pair", [0], 0, torch.device("cpu"), 1.0):
+        assert calls == ["interface", "group"]
 
 
 def test_one_machine_needs_no_interface():
