@@ -5,6 +5,7 @@ while native code holds Python's lock, and it ends a stopped process too. Withou
 keep its GPU.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -18,6 +19,7 @@ LAUNCHER = "ROUNDTABLE_LAUNCHER"  # the variable with the pid of the launcher to
 STEP_DAEMON = "slurmstepd"  # the program that starts the tasks of a Slurm step on a node
 LOOK_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
+UNSEEN = (FileNotFoundError, ProcessLookupError, PermissionError)  # it has ended, or is not to be seen from here
 
 
 def end_with_parent(expected: int | None = None) -> None:
@@ -79,17 +81,20 @@ def lineage_to(name: str) -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    """The pid of a process's parent; 0 where it cannot be seen, or there is no such process."""
+    """The pid of a process's parent; 0 where it cannot be seen, or there is no such process.
+
+    Raises OSError where nothing can be told, as by a process that can open no more files.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
+    except UNSEEN:
         return 0
 
 
 def _program_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
+    except UNSEEN:
         return ""
 
 
@@ -105,11 +110,17 @@ def _forked_by_main_thread(parent: int) -> bool:
 
 
 def _watch(holds: Callable[[], bool]) -> None:
-    """Starts a thread that ends this process soon after ``holds()`` has become false."""
+    """Starts a thread that ends this process soon after ``holds()`` has become false.
+
+    An OSError of ``holds()`` tells nothing: it looks again.
+    """
 
     def look() -> None:
-        while holds():
+        held = True
+        while held:
             time.sleep(LOOK_SECONDS)
+            with contextlib.suppress(OSError):
+                held = holds()
         end()
 
     threading.Thread(target=look, name="lifeline", daemon=True).start()

@@ -76,6 +76,17 @@ def test_child_ends_with_the_step_daemon_behind_a_shell():
     process.communicate()
 
 
+def test_a_child_that_can_open_no_more_files_lives_on():
+    """It reads /proc to see what lies between the step daemon and itself, and took what it could not read for ended."""
+    full = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 99)); time.sleep(3); print('lives')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STEP_DAEMON, CHILD.format(path=sys.path, tie="end_with_job()", work=full)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.communicate(timeout=60)[0] == "tied\nlives\n"
+
+
 def test_child_whose_parent_has_ended_already_ends_at_once():
     child = CHILD.format(path=sys.path, tie=f"end_with_parent({os.getpid() + 1})", work=WORK["waits"])
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=30)
