@@ -300,9 +300,8 @@ def test_the_script_starts_again_only_what_may_end_otherwise(tmp_path, code, n_s
 @pytest.mark.parametrize("name", ["train", "preflight"])
 def test_the_ranks_get_what_the_script_sets_where_the_shells_variables_stay_behind(tmp_path, name):
     """Slurm sets SLURM_EXPORT_ENV after `sbatch --export=NONE`: srun takes it as its own --export, by default ALL."""
-    told = {
-        "srun": 'env >> seen; echo "$*" >> given; [[ $* == *preflight* ]] && : > run/preflight/job-1-start-0-try-1.bad; exit 0'
-    }
+    verdict = "[[ $* == *preflight* ]] && : > run/preflight/job-1-start-0-try-1.bad"
+    told = {"srun": f'env >> seen; echo " $*" >> given; {verdict}; exit 0'}
     for program, text in {**told, "scontrol": "[[ $1$2 == showhostnames ]] && echo n1", "sleep": "true"}.items():
         (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / program).chmod(0o755)
@@ -314,8 +313,11 @@ def test_the_ranks_get_what_the_script_sets_where_the_shells_variables_stay_behi
     assert done.returncode == 0
     seen = (tmp_path / "seen").read_text().splitlines()
     assert [line for line in seen if line.startswith("SLURM_EXPORT_ENV")] == []
+    given = (tmp_path / "given").read_text().splitlines()
+    # By default Slurm gives a node's tasks cores of its sockets in turn; its GPUs lie first on one, then on the other.
+    assert all(" --distribution=block:block " in line for line in given)
     # The site's WaitTime, after which srun ends all ranks once the first has ended, would cut a preflight short.
-    assert all(" --wait=0 " in line for line in (tmp_path / "given").read_text().splitlines())
+    assert all(" --wait=0 " in line for line in given)
     assert [line for line in seen if line.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING")] == []  # torch's own
     assert sum(line.startswith("ROUNDTABLE_TOKEN=") for line in seen) == {"train": 2, "preflight": 1}[name]
 
