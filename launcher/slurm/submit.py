@@ -1,5 +1,6 @@
 """`roundtable submit`: checks everything that can be checked before, then submits the run to Slurm."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -103,9 +104,14 @@ def script_path(config: RunConfig) -> Path:
 
 
 def submitted(config: RunConfig) -> str:
-    """Submits the script at ``script_path``; returns the job's id. Raises SlurmError where sbatch refuses it."""
+    """Submits the script at ``script_path``; returns the job's id. Raises SlurmError where sbatch refuses it.
+
+    A site's own sbatch may print more: the id, and a cluster's name after a semicolon, is the last line that is one.
+    """
     given = ("--parsable", str(script_path(config)))
-    return ask("sbatch", *given, environment=for_sbatch(config.slurm)).strip().partition(";")[0]
+    said = ask("sbatch", *given, environment=for_sbatch(config.slurm))
+    ids = re.findall(r"^(\d+)(?:;\S*)?$", said, re.MULTILINE)
+    return ids[-1] if ids else said.strip()
 
 
 def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:

@@ -89,6 +89,13 @@ def test_hidden_partitions_and_the_jobs_in_them_are_seen(folder, capsys):
     assert [job.job_id for job in live_jobs()] == ["7"]
 
 
+def test_the_jobs_number_is_found_in_what_a_sites_own_sbatch_prints(folder, capsys):
+    talks = 'printf "Welcome to the cluster\\n--> Verifying the queue...OK\\n\\n41;big\\n"'
+    write_programs(folder / "bin", {"sbatch": f'[ "$1" = --test-only ] || {talks}'})
+    assert submit() == 0
+    assert capsys.readouterr().out.startswith("job 41: 1 nodes x 1 processes train runs/run\n")
+
+
 def test_a_job_may_wait_for_nodes_that_are_down(folder, capsys):
     """`sbatch --test-only` looks at nodes that are up alone, and refuses what sbatch itself lets wait."""
     refuses = 'echo "allocation failure: Requested node configuration is not available" >&2; exit 1'
