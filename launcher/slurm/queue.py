@@ -59,9 +59,11 @@ def ask(
 ) -> str:
     """Runs a command and returns its stdout. Raises SlurmError, with the command's message, where it fails.
 
-    ``text`` is its stdin. ``environment``: its variables; None: those of this process. ``with_stderr``: what it says on
-    stderr follows stdout.
+    ``text`` is its stdin. ``environment``: its variables; None: those of this process, without the user's own choice of
+    what Slurm lists (SQUEUE_PARTITION, SINFO_FORMAT, ...). ``with_stderr``: what it says on stderr follows stdout.
     """
+    if environment is None:
+        environment = {name: each for name, each in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_"))}
     how = {"input": text, "env": environment, "timeout": SECONDS}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, **how)

@@ -9,7 +9,7 @@ from fake_programs import write_programs
 from launcher.cli import main
 from launcher.config.dump import dump_config
 from launcher.slurm.config import SlurmConfig
-from launcher.slurm.queue import gpu_types, live_jobs
+from launcher.slurm.queue import gpu_types, has_ended, live_jobs
 from launcher.slurm.shell import for_sbatch
 from layout_runs import run_config, write_tokens
 
@@ -94,6 +94,17 @@ def test_the_jobs_number_is_found_in_what_a_sites_own_sbatch_prints(folder, caps
     write_programs(folder / "bin", {"sbatch": f'[ "$1" = --test-only ] || {talks}'})
     assert submit() == 0
     assert capsys.readouterr().out.startswith("job 41: 1 nodes x 1 processes train runs/run\n")
+
+
+def test_the_users_own_choice_of_what_slurm_lists_hides_no_job(folder, monkeypatch):
+    """With SQUEUE_PARTITION=debug a live job elsewhere had "ended", and its run directory could be taken over."""
+    write_programs(folder / "bin", {"squeue": 'env > squeue.env; [ -n "$SQUEUE_PARTITION" ] || echo 7'})
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    assert not has_ended("7")
+    given = (folder / "squeue.env").read_text()
+    assert "SQUEUE_" not in given and "SLURM_CONF=/etc/slurm.conf\n" in given
 
 
 def test_a_job_may_wait_for_nodes_that_are_down(folder, capsys):
