@@ -50,8 +50,9 @@ def check_job(config: RunConfig, script: str) -> list[str]:
 
 
 def check_here(config: RunConfig) -> list[str]:
-    """Every problem of one run that can be found without Slurm: environment, run directory, data, W&B."""
-    return [*check_environment(config), *check_run(config), *check_data(config), *check_wandb(config)]
+    """Every problem of one run that can be found without Slurm: container, environment, run directory, data, W&B."""
+    job = [*check_container(config.slurm), *check_environment(config)]
+    return [*job, *check_run(config), *check_data(config), *check_wandb(config)]
 
 
 def check_cluster(config: RunConfig, script: str, run_paths: Sequence[Path], *, is_right: bool) -> list[str]:
@@ -82,6 +83,15 @@ def check_names(config: RunConfig) -> list[str]:
         for key, text in (("name", config.name), *(("run_dir", path) for path in paths))
         if not re.fullmatch(r"(?!-)[\w.,:+@=/ -]+", text)
     ][:2]
+
+
+def check_container(slurm: SlurmConfig) -> Iterator[str]:
+    """A line where the job would look in a container for the interpreter that submits."""
+    if slurm.container is not None and slurm.python is None:
+        yield (
+            f"slurm.container={show(slurm.container)} needs slurm.python, the interpreter within the container, since "
+            "the one that submits is not there; try slurm.python=python3"
+        )
 
 
 def check_environment(config: RunConfig) -> Iterator[str]:

@@ -41,7 +41,8 @@ class SlurmConfig:
     preflight: bool = True  # a job begins by measuring its nodes, and leaves slow and broken ones out
     # nodes that the job has beyond `nodes`, to take the place of slow and broken ones
     spare_nodes: Annotated[int, Interval(ge=0, le=2**16)] = field(default=0, metadata={"usual": 1})
-    python: str | None = None  # the interpreter on the nodes; None: the one that submits
+    # the interpreter on the nodes, or within the container, where there is one; None: the one that submits
+    python: str | None = None
     modules: tuple[str, ...] = ()  # environment modules that the job loads first
     container: str | None = None  # an image for srun's `--container-image` (pyxis)
     network_interface: str | None = None  # that NCCL and gloo meet on, e.g. `ib0`; None: they choose

@@ -107,6 +107,13 @@ def test_the_users_own_choice_of_what_slurm_lists_hides_no_job(folder, monkeypat
     assert "SQUEUE_" not in given and "SLURM_CONF=/etc/slurm.conf\n" in given
 
 
+def test_a_container_needs_an_interpreter_of_its_own(folder, capsys):
+    assert submit("slurm.container=image.sqsh") == 2
+    line = "slurm.container='image.sqsh' needs slurm.python, the interpreter within the container, since the one that "
+    assert capsys.readouterr().err.startswith(line)
+    assert submit("slurm.container=image.sqsh", "slurm.python=python3") == 0
+
+
 def test_a_job_may_wait_for_nodes_that_are_down(folder, capsys):
     """`sbatch --test-only` looks at nodes that are up alone, and refuses what sbatch itself lets wait."""
     refuses = 'echo "allocation failure: Requested node configuration is not available" >&2; exit 1'
