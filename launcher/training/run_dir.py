@@ -439,7 +439,9 @@ def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[
     """The lock file's content for this process: host, process id, Slurm job and its number of restarts."""
     restarts = number("SLURM_RESTART_COUNT", environment, default=0)
     job = slurm_job(environment)
-    return {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": restarts}
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": job, "slurm_restarts": restarts}
+    cluster = environment.get("SLURM_CLUSTER_NAME")
+    return process if cluster is None else {**process, "slurm_cluster": cluster}
 
 
 def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
@@ -450,6 +452,8 @@ def is_successor(mine: Mapping[str, Any], holder: Mapping[str, Any]) -> bool:
     """
     if mine["slurm_job"] is None or holder.get("slurm_job") is None:
         return False
+    if mine.get("slurm_cluster") != holder.get("slurm_cluster", mine.get("slurm_cluster")):
+        return False  # this cluster's Slurm does not know the other's jobs, and would say that they are none
     if mine["slurm_job"] == holder["slurm_job"]:
         return mine["slurm_restarts"] > holder.get("slurm_restarts", 0)
     return has_ended(holder["slurm_job"])

@@ -139,6 +139,9 @@ def test_successors():
     assert is_successor({"slurm_job": "71", "slurm_restarts": 2}, holder)
     assert not is_successor({"slurm_job": "71", "slurm_restarts": 1}, holder)
     assert not is_successor({"slurm_job": "72", "slurm_restarts": 2}, holder)
+    here, there = ({"slurm_job": "71", "slurm_restarts": 2, "slurm_cluster": name} for name in ("a", "b"))
+    assert is_successor(here, holder | {"slurm_cluster": "a"}) and is_successor(here, holder)
+    assert not is_successor(there, holder | {"slurm_cluster": "a"}), "another cluster's job of that number"
     assert not is_successor({"slurm_job": None, "slurm_restarts": 2}, {"slurm_job": None, "slurm_restarts": 0})
 
 
