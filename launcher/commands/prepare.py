@@ -51,7 +51,8 @@ def what_is_left(config: RunConfig) -> str:
     """Words on what is still to be done when a task of an array has prepared its share."""
     if config.data.cleaning is None:
         return "the last one finishes the data"
-    return "when all are, the same array goes on with the next step: texts, copies, tokens (docs/cleaning.md)"
+    steps = "clean the texts, find the copies, write the tokens"
+    return f"when all shares are, submit the same array again for the next step of: {steps} (docs/cleaning.md)"
 
 
 def write_report(config: RunConfig, prepared: Prepared) -> Path:
@@ -72,7 +73,7 @@ def summary(prepared: Prepared, seconds: float) -> str:
     lines = []
     for part in prepared.sources:
         if part.manifest is None:
-            lines.append(f"{part.path}: token files as they are")
+            lines.append(f"{part.path}: token files given by the config, nothing to prepare")
             continue
         counts = [
             sum(record.n_tokens for record in records) for records in (part.manifest.train, part.manifest.heldout)
@@ -103,7 +104,7 @@ def packing_lines(data: DataConfig, prepared: Prepared) -> list[str]:
             shares = shares_of(packings, data.seq_len, sum(file.n_tokens for file in files))
             cut, padding = shares["cut"], shares["padding"]
         how = f"packing {data.packing} at data.seq_len={data.seq_len}"
-        lines.append(f"{part.path}: {how}: {padding:.2%} padding, {cut:.1%} of the documents cut")
+        lines.append(f"{part.path}: {how}: {padding:.2%} padding, {cut:.1%} of the documents split across sequences")
     return lines
 
 
@@ -130,8 +131,8 @@ def round_trip_lines(data: DataConfig, prepared: Prepared) -> list[str]:
             continue
         told = round_trip(data, part.source, prepared.tokenizer)
         if told is not None and told.n_changed:
-            found = f"{part.path}: {told.n_changed} of the first {told.n_documents} documents"
-            lines.append(f"{found} are not what their tokens give back ({told.first})")
+            found = f"{part.path}: decoding the tokens of {told.n_changed} of the first {told.n_documents} documents"
+            lines.append(f"{found} does not give back the original text ({told.first})")
     return lines
 
 

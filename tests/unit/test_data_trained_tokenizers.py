@@ -136,9 +136,8 @@ def test_the_command_trains_and_tells_what_does_not_come_back(tmp_path: Path, ca
     path = write_config(tmp_path, tokenizer=str(tmp_path / "lossy"))
     assert main(["prepare", str(path)]) == 0
     told = capsys.readouterr()
-    assert (
-        "1 of the first 1 documents are not what their tokens give back (document 0, character" in told.out + told.err
-    )
+    line = "decoding the tokens of 1 of the first 1 documents does not give back the original text (document 0, "
+    assert f"{line}character" in told.out + told.err
 
 
 def test_a_chat_is_taken_there_and_back_as_what_is_said(trained, tmp_path: Path) -> None:
