@@ -65,9 +65,13 @@ def export(
             [f"--keep-mtp needs {MTPConfig.noun}, and model.mtp=null in CHECKPOINT={checkpoint}; leave it out"]
         )
     if trained.tokenizer is not None and config.data.add_bos != begins_with_bos(load_tokenizer(trained)):
-        puts, seen = ("none", "one") if config.data.add_bos else ("one", "none")
-        told = f"its tokenizer puts {puts} before a text by itself, and the model has seen {seen} (data.add_bos)"
-        tell(f"OUT={out}: bos_token: {told}; see to it where the export is used")
+        if config.data.add_bos:
+            trained_so, remedy = "with a BOS token before each document (data.add_bos=true)", "add one where"
+            told = f"the model was trained {trained_so}, and the exported tokenizer adds none to a text"
+        else:
+            trained_so, remedy = "without a BOS token before documents (data.add_bos=false)", "remove it where"
+            told = f"the model was trained {trained_so}, and the exported tokenizer adds one to each text"
+        tell(f"OUT={out}: bos_token: {told}; {remedy} the export is used")
     generation = load_generation_config(trained)
     template = trained_template(config.data.sources)
     tensors = ((name, trained.read(name)) for name in logical_shapes(model))
@@ -133,10 +137,9 @@ def write_export(
         if generation is not None:
             (hidden / GENERATION_JSON).write_bytes(generation)
         if tokenizer is not None and (other := other_tokenizer(hidden)) is not None:
-            told = (
-                f"transformers' AutoTokenizer takes {other} for model.family={config.family}, whatever tokenizer.json"
-            )
-            tell(f"OUT={out}: {told} says, and splits text otherwise; load it by PreTrainedTokenizerFast")
+            told = f"for model.family={config.family}, transformers' AutoTokenizer loads {other}"
+            remedy = "load the tokenizer with PreTrainedTokenizerFast"
+            tell(f"OUT={out}: {told}, which does not split text as tokenizer.json says; {remedy}")
         write_weights(hidden, tensors, config, torch_dtype, shard_bytes)
         if check is not None:
             check(hidden)

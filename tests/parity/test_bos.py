@@ -186,7 +186,7 @@ def test_an_export_whose_tokenizer_does_otherwise_says_so(begun: Any, tmp_path: 
         changed = dataclasses.replace(config, data=dataclasses.replace(config.data, add_bos=add_bos))
         (tmp_path / "run/config.yaml").write_text(dump_config(changed))
         assert main(["export", str(tmp_path / "run"), str(tmp_path / f"out-{add_bos}")]) == 0
-        told = "its tokenizer puts one before a text by itself, and the model has seen none (data.add_bos)"
+        told = "before documents (data.add_bos=false), and the exported tokenizer adds one to each text; remove it"
         assert (told in capsys.readouterr().err) != add_bos
 
 

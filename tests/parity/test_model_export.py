@@ -194,8 +194,8 @@ def test_a_tokenizer_that_transformers_replaces_is_told(
     config = example_config(family, vocab_size=200)
     write_export(tensors_of(build(config, 3)).items(), config, 64, tmp_path / "tokenizer", tmp_path / "out")
     said = capsys.readouterr().err
-    told = f"takes {REPLACED.get(family)} for model.family={family}"
-    assert (told in said) == (family in REPLACED) == ("takes" in said)
+    told = f"for model.family={family}, transformers' AutoTokenizer loads {REPLACED.get(family)}, which does not split"
+    assert (told in said) == (family in REPLACED) == ("AutoTokenizer loads" in said)
     plain = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out", trust_remote_code=False)
     assert [plain(text)["input_ids"] for text in corpus] == [tokenizer.encode(text).ids for text in corpus]
 
