@@ -174,7 +174,7 @@ def export(
 
     code = write_export(checkpoint, out, dtype, int(shard_gb * 1e9), verified=verify, keeps_mtp=keep_mtp)
     if code == 0:
-        say(f"{checkpoint} -> {out}{', and transformers computes the same from it' if verify else ''}")
+        say(f"{checkpoint} -> {out}{'; transformers computes the same logits from it' if verify else ''}")
     return code
 
 

@@ -53,10 +53,11 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
         tell(f"{source / CONFIG_JSON}: {names}, which is not run: the model is that of transformers' own {taken}")
     folder = open_model(source)
     for name in folder.ignored:
-        tell(f"{source / name} is none of the model's files, and is not read")
+        tell(f"{source / name} is not one of the model's files and is not read")
     if model.mtp is not None and (drops_mtp or not has_mtp(model, folder)):
         if not drops_mtp:
-            tell(f"{source / CONFIG_JSON} tells of {MTPConfig.noun}, of which no file has a weight: model.mtp=null")
+            told = f"has keys of {MTPConfig.noun}, but no file holds a weight of theirs"
+            tell(f"{source / CONFIG_JSON} {told}; they are left out (model.mtp=null)")
         model = replace(model, mtp=None)
     weights = match_weights(model, folder, passes_over_further=drops_mtp)
     tokenizer = load_tokenizer(source, model.vocab_size)
@@ -113,7 +114,8 @@ def summary(source: Path, out: Path, config: RunConfig, weights: Weights) -> Ite
     dtypes = " and ".join(PRECISIONS[dtype] for dtype in weights.dtypes)
     again = f" (`export --dtype {dtypes}` writes them as they were)" if len(weights.dtypes) == 1 else ""
     widened = "" if dtypes == "fp32" else f", {dtypes} widened to fp32{again}"
-    tokenizer = "" if config.data.tokenizer is not None else "; no tokenizer, so no text can be made or read"
+    lacks = "; it has no tokenizer, so it can neither generate text nor be evaluated on text"
+    tokenizer = "" if config.data.tokenizer is not None else lacks
     yield f"{source} -> {out}: {config.model.family}, {weights.elements:,} weights{widened}{tokenizer}"
     made = shlex.quote(str(out))
     text = "" if config.data.tokenizer is None else f"`roundtable generate {made} --prompt ...` continues text; "

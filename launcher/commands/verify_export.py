@@ -44,8 +44,8 @@ def check_export(folder: Path, trained: Trained, dtype: str) -> None:
     if beyond > (0 if model.moe is None else 1):
         largest = float(differences_B.max())
         raise DifferentExport(
-            f"has other logits in transformers than here: those of {beyond} in {ROWS} rows of tokens differ by up to "
-            f"{largest:.2g}, more than {tolerance:.2g}"
+            f"gives different logits in transformers and in Roundtable: those of {beyond} of {ROWS} rows of tokens "
+            f"differ by up to {largest:.2g}, more than {tolerance:.2g}"
         )
 
 

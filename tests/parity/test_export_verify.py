@@ -47,7 +47,7 @@ def test_what_is_written_is_verified(family: FamilyName, dtype: str, capsys: pyt
     write_run(family)
     assert main(["export", "run", "out", "--verify", "--dtype", dtype]) == 0
     said = capsys.readouterr()
-    assert said.out == "run -> out, and transformers computes the same from it\n"
+    assert said.out == "run -> out; transformers computes the same logits from it\n"
     assert said.err == "" or (family in REPLACED and len(said.err.splitlines()) == 1)  # of its tokenizer
     assert names() == {"run", "out"}
 
@@ -72,7 +72,7 @@ def test_planted_two_experts_swapped_are_told(family: FamilyName, dtype: str, mo
     write_run(family)
     monkeypatch.setattr(launcher.commands.export, "to_hf", swapped)
     line = differs(capsys, "--dtype", dtype)
-    assert line.startswith("OUT=out has other logits in transformers than here: those of ")
+    assert line.startswith("OUT=out gives different logits in transformers and in Roundtable: those of ")
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_parameters", "hidden_act"])
@@ -88,7 +88,7 @@ def test_planted_another_config_is_told(key: str, monkeypatch, capsys) -> None:
 
     write_run("llama")
     monkeypatch.setattr(launcher.commands.export, "write_configs", planted)
-    assert differs(capsys).startswith("OUT=out has ")
+    assert differs(capsys).startswith("OUT=out gives different logits in transformers and in Roundtable: those of ")
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
@@ -120,7 +120,7 @@ def test_planted_a_nan_is_no_agreement(monkeypatch, capsys) -> None:
 
     write_run("llama")
     monkeypatch.setattr(launcher.commands.export, "to_hf", spoilt)
-    assert "those of 8 in 8 rows of tokens differ by up to nan" in differs(capsys)
+    assert "those of 8 of 8 rows of tokens differ by up to nan" in differs(capsys)
 
 
 def test_a_checkpoint_whose_logits_are_not_finite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,9 @@ def test_planted_rounded_router_of_ernie_is_told(monkeypatch, capsys) -> None:
     shutil.rmtree("out")
     capsys.readouterr()
     monkeypatch.setattr(launcher.commands.export, "to_hf", rounded)
-    assert differs(capsys, "--dtype", "bf16").startswith("OUT=out has other logits in transformers than here: ")
+    assert differs(capsys, "--dtype", "bf16").startswith(
+        "OUT=out gives different logits in transformers and in Roundtable: "
+    )
 
 
 def test_what_ernie_s_class_does_not_read_is_passed_over(capsys) -> None:

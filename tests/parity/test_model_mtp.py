@@ -178,7 +178,7 @@ def test_kept_there_and_back(family: FamilyName, tied: bool, capsys: pytest.Capt
 def test_verified_with_the_modules(capsys: pytest.CaptureFixture[str]) -> None:
     write_run("glm4_moe", depth=1)
     assert main(["export", "run", "out", "--keep-mtp", "--verify"]) == 0
-    assert "transformers computes the same from it" in capsys.readouterr().out
+    assert "; transformers computes the same logits from it" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -219,7 +219,8 @@ def test_told_of_and_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> No
     config.write_text(json.dumps({**told("out"), "num_nextn_predict_layers": 1}))
     assert main(["import", "out", "runs/one"]) == 0
     assert capsys.readouterr().err == (
-        "out/config.json tells of modules that predict further tokens, of which no file has a weight: model.mtp=null\n"
+        "out/config.json has keys of modules that predict further tokens, but no file holds a weight of theirs; "
+        "they are left out (model.mtp=null)\n"
     )
     assert open_trained("runs/one").config.model.mtp is None
 

@@ -495,5 +495,5 @@ def test_an_empty_folder_is_filled_and_a_stray_file_named(here: Path, capsys: py
     Path("out").mkdir()
     shutil.copy(f"shards/{LAST}", "shards/extra.safetensors")
     assert main(["import", "shards", "out"]) == 0
-    assert capsys.readouterr().err == "shards/extra.safetensors is none of the model's files, and is not read\n"
+    assert capsys.readouterr().err == "shards/extra.safetensors is not one of the model's files and is not read\n"
     assert {path.name for path in here.iterdir()} == {"one", "shards", "out"}
