@@ -110,7 +110,8 @@ def average_checkpoints(given: Sequence[str], out: str, last: int | None, weight
     with shown_progress(ELEMENT_BYTES * mean.elements * len(members), "averaging") as on_bytes:
         write_run(Path(out), config, mean, None, kept_of(mean), on_bytes, started_in=folder)
     say(in_a_line(f"{out}: the mean of {len(members)} checkpoints, {mean.elements:,} weights ({told(members)})"))
-    say(f"`roundtable eval {shlex.quote(out)}` has its held-out loss; init_from: {out} begins a run with these weights")
+    begun = f"init_from: {out} begins a run with these weights"
+    say(f"`roundtable eval {shlex.quote(out)}` prints its held-out loss; {begun}")
 
 
 def opened(path: str, last: int | None) -> Iterator[Trained]:
