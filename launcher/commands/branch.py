@@ -62,7 +62,8 @@ def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without:
     begins = f"{new} branches from {run} at step {lineage.step}"
     say(in_a_line(begins if choice is None else f"{begins}: {choice.words()}"))
     steps = changed.train.steps
-    reached = f", with a train.steps above {steps}, which it has reached" if lineage.step >= steps else ""
+    first = f" after you raise train.steps above {steps}, which it has already reached"
+    reached = first if lineage.step >= steps else ""
     say(in_a_line(f"`{shlex.join(['roundtable', 'train', f'{new}/{CONFIG}'])}` goes on from there{reached}"))
     return 0
 

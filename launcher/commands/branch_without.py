@@ -56,7 +56,9 @@ class Choice:
             seen = (
                 f"{which} had been seen by then, first in step {self.first_seen}, and no checkpoint from before is left"
             )
-            return f"{seen}{known}; its weights know of that: a new run with data.without never sees {them}"
+            trained_on = "it" if self.n_given == 1 else "some of them"
+            remedy = f"begin a new run with data.without to never see {them}"
+            return f"{seen}{known}; so its weights were trained on {trained_on}: {remedy}"
         first = "" if self.next_seen is None else f" (the run first saw {it} in step {self.next_seen})"
         return f"no step up to then had seen {documents}{first}{known}; the branch never sees {them}"
 

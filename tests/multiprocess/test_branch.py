@@ -95,7 +95,9 @@ def test_the_command_that_goes_on_can_be_pasted(made, tmp_path, capsys):
     _, command, rest = capsys.readouterr().out.splitlines()[-1].split("`")
     assert shlex.split(command) == ["roundtable", "train", f"{new}/config.yaml"] and rest == " goes on from there"
     assert main(["branch", str(made / "run"), str(tmp_path / "last"), "--step", "6"]) == 0
-    assert capsys.readouterr().out.endswith(" goes on from there, with a train.steps above 6, which it has reached\n")
+    assert capsys.readouterr().out.endswith(
+        " goes on from there after you raise train.steps above 6, which it has already reached\n"
+    )
 
 
 def test_what_is_there_already_and_what_is_damaged_is_refused(made, tmp_path, capsys):
