@@ -241,10 +241,11 @@ def lines_of(
     for run, step in zip(runs, found.steps, strict=True):
         yield f"  {run.name}: {words_of(step)}"
     if found.n_equal == min(one.n_samples, other.n_samples):
-        yield f"the sizes differ: the first {found.n_equal} sequences are the same"
+        yield f"the batch sizes differ; the first {found.n_equal} sequences are the same"
     elif found.n_shared == one.n_samples == other.n_samples:
         yield "the same sequences in another order"
     else:
-        yield f"both hold {found.n_shared} sequences; the first {found.n_equal} are the same, in one order"
+        same = f"the first {found.n_equal} of each are the same, in the same order"
+        yield f"the two batches have {found.n_shared} sequences in common; {same}"
     for each in config:
         yield f"config: {each['key']} is {each['values'][0]} and {each['values'][1]}"

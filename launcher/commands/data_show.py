@@ -104,7 +104,7 @@ def words_of(data: StepData) -> str:
     left_out = " and ".join(f"{first} to {stop - 1}" for first, stop in data.hopped)
     fate = {True: "", False: "; not trained on: the update was dropped", None: ""}[data.trained]
     hopped = f", samples {left_out} left out" if left_out else ""
-    return f"{sequences}, samples {data.first_sample} to {data.last_sample} of the order{hopped}{fate}"
+    return f"{sequences}, samples {data.first_sample} to {data.last_sample} of the data order{hopped}{fate}"
 
 
 def print_step(
@@ -118,18 +118,19 @@ def print_step(
     """Prints lines on the step, its packing and its targets, then a table of its sources and one of its spans."""
     console = wide_console()
     console.print(f"{run.name}, step {data.step}: {words_of(data)}")
-    shares = f"{packing['padding']:.1%} of the positions are padding, {packing['cut']:.1%} of the documents are cut"
-    console.print(f"packing {packing['packing']}: {shares}")
+    shares = f"{packing['padding']:.1%} of the positions are padding"
+    cut = f"{packing['cut']:.1%} of the documents are split across sequences"
+    console.print(f"packing {packing['packing']}: {shares}, {cut}")
     n_targets, n_tokens = run.dataset.count(data.samples())
     console.print(f"{n_targets:,} targets count in the loss, of {n_tokens:,} tokens\n")
-    table = plain_table("source", ">sequences", ">documents", ">tokens", ">epoch after it", "path")
+    table = plain_table("source", ">sequences", ">documents", ">tokens", ">epoch after the step", "path")
     for row in sources:
         counts = (f"{row[key]:,}" for key in ("sequences", "documents", "tokens"))
         table.add_row(row["source"], *counts, f"{row['epoch']:.3f}", row["path"])
     console.print(table, "")
     has_masks = run.dataset.masks.any
-    names = (">sample", "document", ">from token", ">up to", ">in the document from", *(["targets"] * has_masks), "")
-    table = plain_table(*names)
+    names = [">sample", "document", ">from token", ">up to", ">offset in the document"]
+    table = plain_table(*names, *(["targets"] * has_masks), "")
     for row in (span_row(run.dataset, span) | fim_row(cuts, span) for span in spans):
         first, stop = row["tokens"]
         ranges = [f"{begin}-{end - 1}" if end - begin > 1 else str(begin) for begin, end in row.get("targets", [])]

@@ -114,7 +114,8 @@ def words_of_left_out(before: dict[str, Any] | None) -> str:
         return f"never seen, {LEFT_OUT}"
     if before["first_seen"] is not None:
         first, step = before["first_seen"], before["step"]
-        return f"{LEFT_OUT}, but the weights know of it: seen from step {first} on, before the branch at step {step}"
+        seen = f"seen from step {first} on, before the branch at step {step}"
+        return f"{LEFT_OUT}, but the weights were trained on it: {seen}"
     line = f"{LEFT_OUT}; no record is left of steps before {before['known_from']}"
     first = before["list_first_seen"]
     return line if first is None else f"{line}, and documents of the list were seen from step {first} on"
@@ -124,7 +125,7 @@ def print_places(run: DataOfRun, n_steps: int, rows: list[dict[str, Any]]) -> No
     """Prints, for each place, a line and a table of the samples that contain it."""
     console = wide_console()
     if not rows:
-        console.print(f"no document of {run.name} spells this text")
+        console.print(f"no document of {run.name} contains this text")
     for row in rows:
         first, stop = row["tokens"]
         steps = {each["step"] for each in row["seen"]}

@@ -125,7 +125,7 @@ def test_where_says_what_the_weights_know_of_a_document_that_is_left_out(made, t
     assert start_training(new / "config.yaml", ["train.steps=6"], 1) == 0
     row, line = where(new, known, capsys)
     assert row["without"] and not row["seen"] and row["before"]["first_seen"] == 1
-    assert line.endswith("but the weights know of it: seen from step 1 on, before the branch at step 2")
+    assert line.endswith("but the weights were trained on it: seen from step 1 on, before the branch at step 2")
     row, line = where(new, unknown, capsys)
     assert (row["before"]["first_seen"], row["before"]["known_from"]) == (None, 1)
     assert line.endswith("never seen, left out by data.without")

@@ -343,7 +343,7 @@ def test_text_is_found_in_the_steps_that_saw_it(tmp_path, capsys, monkeypatch) -
         assert len(found["places"]) == sum(text.startswith(piece, at) for text in TEXTS for at in range(len(text)))
         assert all(each["seen"] for each in found["places"])
     assert main(["data", "where", "run", "--text", "absent"]) == 0
-    assert capsys.readouterr().out == "no document of run spells this text\n"
+    assert capsys.readouterr().out == "no document of run contains this text\n"
 
 
 REFUSALS = [
