@@ -102,12 +102,12 @@ def _told(directory: Folder, findings: Findings) -> Iterator[str]:
         yield f"{directory}: DAMAGED"
     else:
         size = size_text(bytes_of(manifest))
-        yield f"{directory}: whole (step {manifest.step}, {len(manifest.files)} files, {size})"
+        yield f"{directory}: intact (step {manifest.step}, {len(manifest.files)} files, {size})"
     yield from (f"  {line}" for line in findings.problems)
     for file in findings.unlisted[:MOST_NOTES]:
         yield f"  note: {directory.path(file)} is not in the manifest, and nothing reads it"
     if len(findings.unlisted) > MOST_NOTES:
-        yield f"  note: nor are {len(findings.unlisted) - MOST_NOTES} more files"
+        yield f"  note: {len(findings.unlisted) - MOST_NOTES} more files are not in the manifest either"
 
 
 def _check_all(directories: list[Folder]) -> list[Findings]:
@@ -232,13 +232,14 @@ def _show_run(path: str, found: Found, lineage: Lineage | None, as_json: bool) -
         tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
         size = "" if row["bytes"] is None else size_text(row["bytes"])
         words = "" if row["written_by"] is None else _layout_words(row["written_by"])
-        table.add_row(directory.name, "whole" if row["looks_whole"] else "DAMAGED", tokens, loss, size, words)
+        table.add_row(directory.name, "intact" if row["looks_whole"] else "DAMAGED", tokens, loss, size, words)
     for directory in found.set_aside:
         table.add_row(directory.name, "set aside as damaged")
     for directory in found.partial:
         table.add_row(directory.name, "left by an interrupted save, or being written")
     console.print(table)
-    console.print("\nwhole: the manifest and the files' sizes hold; `roundtable checkpoint verify` reads every byte")
+    told = "intact: the manifest is valid, and each file has its listed size"
+    console.print(f"\n{told}; `roundtable checkpoint verify` reads every byte")
 
 
 def _run_row(directory: Folder) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_whole_ones_pass_and_nothing_changes(run_dir):
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [str(step(run_dir, 2)), str(step(run_dir, 4))]
-    assert all("whole (step" in line and "3 files" in line for line in lines)
+    assert all("intact (step" in line and "3 files" in line for line in lines)
     assert answer.stderr.splitlines()[0] == "checking step-00000002 (1 of 2)"
     assert before == {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
 
@@ -194,7 +194,7 @@ def test_show_lists_a_runs_checkpoints(ask, run_dir):
     table = ask("show", run_dir).output
     rows = {words[0]: words for line in table.splitlines() if (words := line.split())}
     assert rows["step-00000002"][1] == "DAMAGED"
-    assert rows["step-00000004"][1] == "whole"
+    assert rows["step-00000004"][1] == "intact"
     assert "step-00000003.damaged" in rows and ".step-00000005.partial" in rows
 
 
