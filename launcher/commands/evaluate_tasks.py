@@ -109,7 +109,7 @@ def answered(trained: Trained, tokenizer: Any, requests: Requests) -> dict[str, 
             return score_windows(decoder, windows, device, advance)
 
     def generated(wanted: Sequence[Any]) -> list[str]:
-        with refusing_spoiled_weights(trained), shown_progress("texts made", len(wanted)) as advance:
+        with refusing_spoiled_weights(trained), shown_progress("texts generated", len(wanted)) as advance:
             return generate_all(decoder, tokenizer, wanted, BATCH_TEXTS, requests.asked.seed, advance, ends)
 
     model = RoundtableLM(tokenizer, max_length, scored, generated, bos_id(trained))

@@ -36,7 +36,8 @@ def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: boo
     ranges = heldout.ranges(sequences or config.train.eval_sequences) if config.train.eval_by_source else {}
     loss, *by_source = losses_of(trained, heldout, [(0, n_sequences), *ranges.values()])
     if heldout.count(np.arange(n_sequences))[0] == 0:
-        tell("no held-out target counts: each document has one token; set data.heldout_path")
+        why = "each document may have only one token"
+        tell(f"no held-out token counts in the loss ({why}); set data.heldout_path to longer documents")
     step = trained.checkpoint.step
     found = [("", loss, n_sequences)]
     found += [(name, own, n) for (name, (_, n)), own in zip(ranges.items(), by_source, strict=True)]
