@@ -38,8 +38,9 @@ def check_fit(config: RunConfig) -> list[str]:
     n_gpus, most = config.slurm.world_size, max(plan["bytes_by_part"], key=plan["bytes_by_part"].__getitem__)
     needs, room, held = (each / GIB for each in (plan["peak_bytes"], plan["room_bytes"], plan["bytes_by_part"][most]))
     return [
-        f"slurm.gpu={hardware.name} must hold what a rank needs, {needs:.1f} GiB by plan, and has {room:.1f}, "
-        f"{needs - room:.1f} too few; most is held by {most}, {held:.1f} GiB; {remedy(config, n_gpus, hardware)}, or "
+        f"slurm.gpu={hardware.name} must hold what a rank needs, {needs:.1f} GiB by plan, and has {room:.1f} GiB, "
+        f"{needs - room:.1f} GiB too little; the largest part is {most}, {held:.1f} GiB; "
+        f"{remedy(config, n_gpus, hardware)}, or "
         "--skip-plan"
     ]
 

@@ -33,7 +33,7 @@ def print_status(run: str | None, *, as_json: bool) -> int:
     if as_json:
         say(encode_json(found[0] if run_paths == [path] else found, indent=2))
     elif not found:
-        say("no run has a live job")
+        say("no run has a job that is queued or running")
     else:
         say("\n".join(line for each in found for line in lines(each)))
     return 0
@@ -99,9 +99,9 @@ def lines(status: dict[str, Any]) -> list[str]:
         where = f"on {job['nodes']}" if job["nodes"] else f"waits: {job['reason']}"
         told.append(f"  job {job['job_id']}: {job['state']} {where}, {job['elapsed']} of {job['limit']}")
     if not status["jobs"]:
-        told.append("  no live job")
+        told.append("  no job is queued or running")
     if status.get("last_word") is not None:
-        told.append(f"  last word: {status['last_word']}")
+        told.append(f"  last line of the job's log: {status['last_word']}")
     return told
 
 
@@ -178,7 +178,7 @@ def jobs_of(run: str) -> list[LiveJob]:
     """The live jobs of a run or a sweep, even where its directory is gone or damaged. Raises UserError for none."""
     try:
         places = [find_run(run)]
-        refusal = UserError([f"{places[0]} has no live job to cancel; see `roundtable status`"])
+        refusal = UserError([f"{places[0]} has no queued or running job to cancel; see `roundtable status`"])
     except UserError as error:
         places, refusal = places_of(run), error
     jobs = next((jobs for path in places if (jobs := _live(path))), None)

@@ -117,8 +117,10 @@ def submitted(config: RunConfig) -> str:
 def print_how_to_follow(config: RunConfig, job_ids: Sequence[str]) -> None:
     """Prints the jobs' ids, and the commands that follow and cancel them."""
     slurm, run = config.slurm, shlex.quote(str(config.run_path))
-    spares = f" and {slurm.spare_nodes} spare" if slurm.spare_nodes else ""
-    say(f"job {', '.join(job_ids)}: {slurm.nodes} nodes{spares} x {slurm.n_tasks_per_node} processes train {run}")
+    nodes = f"{slurm.nodes} node{'s' if slurm.nodes > 1 else ''}"
+    spares = f" (and {slurm.spare_nodes} spare)" if slurm.spare_nodes else ""
+    each = f"{slurm.n_tasks_per_node} process{'es' if slurm.n_tasks_per_node > 1 else ''} on each"
+    say(f"job {', '.join(job_ids)}: trains {run} on {nodes}{spares}, {each}")
     say(f"  roundtable status {run}")
     say(f"  roundtable logs {run} -f")
     say(f"  roundtable cancel {run} --save")

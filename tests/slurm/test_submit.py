@@ -128,7 +128,7 @@ def test_a_run_with_a_live_job_is_not_submitted_again_and_can_be_followed(cluste
     run.wait_for_state(job_id)
     assert run.state(job_id) == "CANCELLED"
     (said,) = run.command("cancel", "small").stderr.splitlines()
-    assert said.startswith("runs/small has no live job to cancel")
+    assert said.startswith("runs/small has no queued or running job to cancel")
 
 
 def test_a_dry_run_submits_nothing(cluster, tmp_path):
