@@ -95,13 +95,13 @@ def verdict(outcome: Outcome) -> Text:
     """The last line of the report: proven, or how many checks fail."""
     failed = sum(not check.passed for check in outcome.checks)
     where = f"; kept in {outcome.folder}" if outcome.folder is not None else ""
-    ties = f"{outcome.ties} router ties replayed; " if outcome.config.model.moe is not None else ""
+    ties = f"{outcome.ties} router ties decided as on one process; " if outcome.config.model.moe is not None else ""
     if outcome.proven:
         text = f"proven: {len(outcome.checks)} checks over {outcome.steps} steps; {ties}{outcome.seconds:.0f} s{where}"
         return Text(text, style="bold green")
     if outcome.died is not None:
         return Text(
-            f"not proven: the processes did not come to an end; {outcome.seconds:.0f} s{where}", style="bold red"
+            f"not proven: the processes failed or hung before the end; {outcome.seconds:.0f} s{where}", style="bold red"
         )
     text = f"not proven: {failed} of {len(outcome.checks)} checks failed; {ties}{outcome.seconds:.0f} s{where}"
     return Text(text, style="bold red")

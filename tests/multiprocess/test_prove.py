@@ -382,7 +382,7 @@ def told_of_ties(outcome):
     """The number of ties that the table's note and the last line tell, which are equal."""
     note = next(check.note for check in outcome.checks if check.name == "router choices")
     assert note == f"{outcome.ties} ties replayed"
-    assert f"; {outcome.ties} router ties replayed; " in str(verdict(outcome))
+    assert f"; {outcome.ties} router ties decided as on one process; " in str(verdict(outcome))
     assert json.loads(to_json(outcome))["ties"] == outcome.ties
     return outcome.ties
 
