@@ -80,7 +80,7 @@ def document_row(each: DocumentBlamed, blamed: Blamed, text: str | None) -> dict
 
 def print_report(report: dict[str, Any]) -> None:
     """Prints whether the step was reproduced, then a table of its documents and one of the worst tokens."""
-    begin = f"checkpoint step {report['from']}" if report["from"] else "the first weights"
+    begin = f"checkpoint step {report['from']}" if report["from"] else "the initial weights"
     say(in_a_line(f"{report['run']}, step {report['step']}, executed from {begin} on"))
     print_verdict(report)
     say(f"loss {shown(report['loss'])}, gradient norm {shown(report['grad_norm'])}")
@@ -100,8 +100,8 @@ def print_report(report: dict[str, Any]) -> None:
         "documents, by how much less the loss or the gradient norm would be without them", keys, report["documents"]
     )
     auxiliary = report["auxiliary_share"]
-    routers = "" if auxiliary is None else f", of which the routers' own losses have {shown(auxiliary)}"
-    say(f"all shares add up to {shown(report['sum_of_shares'], 8)}{routers}")
+    routers = "" if auxiliary is None else f", including {shown(auxiliary)} of the routers' auxiliary losses"
+    say(f"all shares sum to {shown(report['sum_of_shares'], 8)}{routers}")
     texts = ("text_before", "text") if any("text" in row for row in report["tokens"]) else ()
     keys = ("loss", "share", "token", "before", *texts, "document", "position")
     print_table("the first documents' tokens of the highest loss", keys, report["tokens"], most=None)

@@ -174,8 +174,9 @@ def judge_found(plan: Plan, record: Record, found: "Found") -> list["StepVerdict
     first = next(each for verdict in verdicts for each in verdict.differences)
     off = abs(first.replayed / first.recorded - 1)
     tell(
-        f"step {first.step}: {first.key} is {off:.1e} from the record, beyond {first.bound:.1e}; now the steps are "
-        f"executed {DRAWS} times more, each weight moved by one unit in the last place, to see what rounding does to it"
+        f"step {first.step}: {first.key} differs from the record by {off:.1e}, relative, beyond the bound of "
+        f"{first.bound:.1e}; the steps are executed {DRAWS} times more, with each weight moved by one unit in the last "
+        "place, to measure what rounding changes"
     )
     return judge(plan, record, rows, moved_by(numbers_of(found.steps), run_plan(nudged_here, plan)))
 

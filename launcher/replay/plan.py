@@ -148,7 +148,7 @@ def choose_checkpoint(run_path: Path, record: Record, step: int, there: Sequence
             f"needs a checkpoint from before it, and those of {run_path} (after {', '.join(map(str, gone))}) are gone"
         )
         later = f", or a step after {there[0]}" if there else ""
-        raise UserError([f"--step={step} {rule}; give --from 0 to begin at the first weights{later}"])
+        raise UserError([f"--step={step} {rule}; give --from 0 to begin at the initial weights{later}"])
     return 0
 
 

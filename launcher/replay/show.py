@@ -25,7 +25,7 @@ def shade_of(loss: float) -> str | None:
 def print_report(report: Mapping[str, Any]) -> None:
     """Prints the report: the verdict, then tables of documents, expensive tokens, layers, tensors and routers."""
     layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
-    begin = f"checkpoint step {report['from']}" if report["from"] else "the first weights"
+    begin = f"checkpoint step {report['from']}" if report["from"] else "the initial weights"
     say(in_a_line(f"{report['run']}, step {report['step']}, executed from {begin} on ({layout})"))
     print_verdict(report)
     if report["event"] is not None:
@@ -58,8 +58,8 @@ def print_verdict(report: Mapping[str, Any]) -> None:
         say(f"reproduced: {n_steps} recorded step{'s' * (n_steps > 1)}, {how}")
     else:
         bound = "bit for bit" if not first["bound"] else f"bound {first['bound']:.1e}, relative"
-        what = f"step {first['step']}: {first['key']} {first['recorded']} recorded, {first['replayed']} came out"
-        say(in_a_line(f"NOT reproduced: {what} ({bound})"))
+        what = f"{first['key']} is {first['recorded']} in the record, {first['replayed']} in the replay"
+        say(in_a_line(f"NOT reproduced: step {first['step']}: {what} ({bound})"))
     for note in report["notes"]:
         say(in_a_line(note))
 

@@ -185,7 +185,7 @@ def test_an_altered_row_is_told_with_what_was_recorded(made, tmp_path, capsys):
     found = report["first_difference"]
     assert (found["step"], found["key"], found["recorded"], found["replayed"]) == (3, "loss", altered, row["loss"])
     told = capsys.readouterr()
-    assert f"NOT reproduced: step 3: loss {altered} recorded, {row['loss']} came out" in told.out
+    assert f"NOT reproduced: step 3: loss is {altered} in the record, {row['loss']} in the replay" in told.out
     lines = [line.strip().partition(" s  ")[2] for line in told.err.splitlines()]
     assert [line for line in lines if line.startswith("step ")] == ["step 3, the last is 4", "step 4, the last is 4"]
 
