@@ -115,7 +115,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         f"{plan['precision']}; {plan['micro_batches']} micro-batches a step"
     )
     if plan["activation_gib"] is not None:
-        say(f"within train.activation_gib={plan['activation_gib']:g} layers compute again: {plan['recompute']}")
+        budget = f"train.activation_gib={plan['activation_gib']:g}"
+        say(f"to keep activations within {budget}, layers recompute: {plan['recompute']}")
     if plan["offload_activations"]:
         say(offload_line(plan))
     if plan["offload_optimizer"]:
@@ -127,7 +128,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     table = plain_table(f"memory of rank {position['rank']}", ">GB", ">share")
     for holder, count in sorted(position["held_bytes"].items(), key=lambda each: -each[1]):
         table.add_row(holder, gb(count), f"{count / position['peak_bytes']:.1%}")
-    table.add_row("the most at once", gb(position["peak_bytes"]), "100.0%")
+    table.add_row("peak", gb(position["peak_bytes"]), "100.0%")
     console.print(table)
     if len(plan["positions"]) > 1:
         console.print()
@@ -168,7 +169,7 @@ def speed_line(plan: dict[str, Any]) -> str:
 def verdict(plan: dict[str, Any]) -> str:
     """A line that says whether the plan fits the device's memory."""
     room, peak = plan["memory_bytes"], plan["peak_bytes"]
-    most = f"most is held by {plan['holds_most']}"
+    most = f"the largest part is {plan['holds_most']}"
     if plan["fits"]:
         return f"fits: {gb(peak)} of {gb(room)} GB, {gb(room - peak)} left for the allocator, NCCL and CUDA; {most}"
     return f"does not fit: {gb(peak)} GB, {gb(peak - room)} more than the {gb(room)} of a {plan['gpu']}; {most}"

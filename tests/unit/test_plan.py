@@ -115,7 +115,7 @@ def test_rows_are_dealt_evenly_with_the_imbalance_on_top():
 def test_the_verdict_names_what_holds_most():
     plan = {"memory_bytes": 80 * 10**9, "peak_bytes": 100 * 10**9, "holds_most": "weights", "gpu": "H100"}
     assert verdict(plan | {"fits": False}) == (
-        "does not fit: 100.00 GB, 20.00 more than the 80.00 of a H100; most is held by weights"
+        "does not fit: 100.00 GB, 20.00 more than the 80.00 of a H100; the largest part is weights"
     )
 
 
