@@ -11,7 +11,7 @@ from launcher.tables import plain_table, wide_console
 
 def print_plans(plans: Sequence[dict[str, Any]]) -> None:
     """Prints a table with a line for each planned row, then the reason for each row without a plan."""
-    table = plain_table("row", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GiB", "fits")
+    table = plain_table("row", ">seconds a step", ">low", ">high", ">tokens/s/GPU", ">GiB", "chance to fit")
     refused = []
     for plan in plans:
         name = Text(in_a_line(str(plan["id"])))

@@ -23,7 +23,7 @@ def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
         f"{found['did_not_fit']:,} of which do not fit"
     )
     table = plain_table(
-        "layout", ">seconds a step", ">from", ">to", ">tokens/s/GPU", ">GiB", ">fits", ">traced s", ">GiB"
+        "layout", ">seconds a step", ">low", ">high", ">tokens/s/GPU", ">GiB", ">chance to fit", ">traced s", ">GiB"
     )
     for plan in layouts:
         times = (f"{plan[key]:,.3f}" for key in ("step_seconds", "step_seconds_low", "step_seconds_high"))
@@ -33,7 +33,7 @@ def print_search(found: dict[str, Any], out: Path | None, gpu: str) -> None:
     wide_console().print(table)
     for number, plan in enumerate(layouts, 1):
         if plan["not_traced"] and plan["not_traced"] not in ("--traces=0", "not among the first"):
-            say(f"layout {number} has figures by closed forms alone: {plan['not_traced']}")
+            say(f"layout {number} is planned by closed forms only, without a trace: {plan['not_traced']}")
     first = layouts[0]
     by = "by its trace" if first["trace"] is not None else "by closed forms"
     say(f"\nthe first, {by}: {costs_line(first | (first['trace'] or {}), found['tokens'])}")

@@ -126,4 +126,5 @@ def test_what_cannot_be_traced_keeps_its_closed_form(path, capsys):
     experts = ("model.family=mixtral", "model.moe={n_experts: 4, top_k: 2, d_ff: 64}", "train.precision=fp16")
     assert main(["plan", str(path), "--search", "--gpus", "2", "--traces", "1", *experts]) == 0
     told = capsys.readouterr().out
-    assert "layout 1 has figures by closed forms alone: train.precision=fp16 with model.moe cannot be traced" in told
+    why = "train.precision=fp16 with model.moe cannot be traced"
+    assert f"layout 1 is planned by closed forms only, without a trace: {why}" in told
