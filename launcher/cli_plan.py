@@ -48,7 +48,7 @@ def plan(
         typer.Option(
             "--imbalance",
             metavar="RATIO",
-            help="Load of the busiest rank of ep over the mean; 1 is balanced. Not used by --search.",
+            help="Load of the busiest rank of ep over the mean; 1 is balanced. Not with --search.",
         ),
     ] = 1.0,
     machine: Annotated[
@@ -174,6 +174,9 @@ def plan(
     if search:
         if timeline is not None:
             raise UserError([f"--timeline={timeline} draws the step of one layout; leave out --search"])
+        if imbalance != 1:
+            rule = "does not go with --search, which plans equal loads of all experts; leave out one of the two"
+            raise UserError([f"--imbalance={imbalance:g} {rule}"])
         return commands.search_config(
             config, overrides or (), gpu, gpus, write, shown, TRACES if traces is None else traces
         )

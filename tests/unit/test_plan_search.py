@@ -221,6 +221,7 @@ def test_why_names_the_parts():
         (["--search", "--write", "config.yaml"], "--write=config.yaml must be a new file"),
         (["--search", "--write", "none/out.yaml"], "--write=none/out.yaml must be a new file"),
         (["--write", "out.yaml"], "add --search"),
+        (["--search", "--imbalance", "1.3"], "--imbalance=1.3 does not go with --search, which plans equal loads"),
         (["--search", "--gpu", "H1"], "--gpu=H1 must be one of"),
         (["--search", "--gpus", "1", "model.n_layers=200", "model.d_model=8192"], "are too few"),
         (["--search", "--gpus", "11"], "train.global_batch_size=64 must be a multiple of dp=11"),
