@@ -43,7 +43,7 @@ def fact_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{model['parameters']:,}{active if model['active_parameters'] < model['parameters'] else ''}"
     yield "FLOPs", f"{model['flops_per_token']:.3g} a token, forward and backward"
     yield "layout", layout_words(layout)
-    yield "recomputed", f"layers compute again: {layout['recompute']}"
+    yield "recomputed", f"by layer: {layout['recompute']}"
     if data is not None:
         yield "tokens", token_words(data)
     yield "checkpoints", disk_words(found["disk"])
@@ -75,14 +75,15 @@ def resume_words(resume: dict[str, Any] | None) -> str:
     if not resume["step"]:
         return f"at step 0: there is no checkpoint to go on from{damaged}"
     if resume["step"] >= resume["steps"]:
-        return f"nowhere: the run is finished, at step {resume['step']} of {resume['steps']}{damaged}"
+        return f"no step is left: the run is finished, at step {resume['step']} of {resume['steps']}{damaged}"
     return f"after step {resume['step']} of {resume['steps']}, whose checkpoint has all its files{damaged}"
 
 
 def layout_words(layout: dict[str, Any]) -> str:
     """The mesh's degrees, those of the experts' mesh if it is another, the ZeRO stage and micro-batches, in words."""
     axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("pp", "dp", "cp", "tp"))
-    experts = f"; experts: ep {layout['ep']} x edp {layout['edp']}" if layout["ep"] > 1 else ""
+    own = f"; experts: ep {layout['ep']} x edp {layout['edp']} (edp: replicas of each expert)"
+    experts = own if layout["ep"] > 1 else ""
     ranks, batches = layout["ranks"], layout["micro_batches_per_rank"]
     words = f"{ranks} process{'es' if ranks > 1 else ''} = {axes}{experts}; ZeRO {layout['zero']}; "
     return f"{words}{batches} micro-batch{'es' if batches > 1 else ''} a step on each"

@@ -177,7 +177,7 @@ def test_a_checkpoint_to_go_on_from_is_named(place, capsys, monkeypatch):
     monkeypatch.setattr(newest, "why_none_is_whole", lambda folders: [])
     assert dry_run(capsys)["resume"] == {"step": 10, "steps": 50, "damaged": ["step-00000020"]}
     assert main(["train", "c.yaml", "--dry-run", "train.steps=10"]) == 0
-    assert "nowhere: the run is finished, at step 10 of 10" in capsys.readouterr().out
+    assert "no step is left: the run is finished, at step 10 of 10" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_with_another_batch_counts_what_it_has_taken(place, capsys, monkeypatch):
