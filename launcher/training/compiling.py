@@ -46,7 +46,8 @@ def usable_fuse(
     problem = share(problem) if fuse is compiled and choice == "auto" else None
     if problem is None:
         return fuse
-    tell(f"train.compile=auto: nothing is compiled, and steps take longer: {problem}; {REMEDIES[device.type]}")
+    told = "train.compile=auto: elementwise kernels are not compiled, so steps take longer"
+    tell(f"{told}: {problem}; {REMEDIES[device.type]}")
     return fuse_of("off", device.type, piece_bytes)
 
 

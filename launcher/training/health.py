@@ -162,9 +162,10 @@ def describe(
 
 def stop_line(event: dict[str, Any]) -> str:
     """The line that tells the user why health stops the run."""
-    what = f"a loss of {event['batch_loss']:g} and a gradient norm of {event['grad_norm']:g}"
-    limit = f", after as many remedies as {event['limit']} allows" if "limit" in event else ""
+    limit = f", with {event['limit']} used up" if "limit" in event else ""
+    what = f"the loss is {event['batch_loss']:g} and the gradient norm {event['grad_norm']:g}"
+    worst = f"the worst gradient is that of {event['tensor']} on {event['place']}"
     return (
-        f"stopped at step {event['step']} by health.on_{event['event']}{limit}: {what}, worst in {event['tensor']} on "
-        f"{event['place']}; the step is not saved, metrics.jsonl names the documents"
+        f"stopped at step {event['step']} by health.on_{event['event']}{limit}: {what}; {worst}; the step is not "
+        "saved, and metrics.jsonl names its documents"
     )

@@ -80,7 +80,7 @@ def warn_of_beginnings(config: RunConfig) -> None:
         if theirs == ours:
             return
         told = f"data.add_bos={show(ours)}, and it was {show(theirs)} in the run of init_from={config.init_from}"
-        tell(f"warning: {told}: documents begin otherwise than those that the weights have seen")
+        tell(f"warning: {told}: documents begin differently from those that the weights were trained on")
 
 
 def model_problems(config: RunConfig, found: RunConfig) -> Iterator[str]:

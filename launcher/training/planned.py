@@ -60,7 +60,7 @@ class Planned:
         try:
             found = miss(self.fields, self.rows)
         except Exception as error:  # as for the plan itself
-            tell(f"warning: what the plan missed could not be told ({in_a_line(str(error))})")
+            tell(f"warning: the plan could not be compared with what was measured ({in_a_line(str(error))})")
             return
         watchers.event({"step": row["step"], "event": "plan_miss", **found})
 

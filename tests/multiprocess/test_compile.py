@@ -80,7 +80,8 @@ def fuse_in_rank(without: int) -> tuple[bool, list[str]]:
 
 def test_where_one_rank_cannot_compile_none_does() -> None:
     """The others would wait for it in each step, and rank 0, which tells, would know of nothing."""
-    line = "train.compile=auto: nothing is compiled, and steps take longer: rank 1 (dp 1): no space left on device; "
+    told = "train.compile=auto: elementwise kernels are not compiled, so steps take longer"
+    line = f"{told}: rank 1 (dp 1): no space left on device; "
     ranks = run_ranks(fuse_in_rank, 2, 1, timeout_seconds=100, threads=1)
     assert [compiles for compiles, _ in ranks] == [False, False]
     assert all(told == [line + compiling.REMEDIES["cpu"]] for _, told in ranks)

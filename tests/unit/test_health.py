@@ -99,7 +99,7 @@ def test_rollbacks_are_counted_from_the_start():
 def test_the_line_of_a_stop_speaks_of_no_checkpoint_that_may_not_be():
     event = {"step": 2, "event": "nonfinite", "batch_loss": math.nan, "grad_norm": math.nan}
     line = stop_line({**event, "tensor": "head.weight", "place": "rank 0"})
-    assert line.endswith("head.weight on rank 0; the step is not saved, metrics.jsonl names the documents")
+    assert line.endswith("head.weight on rank 0; the step is not saved, and metrics.jsonl names its documents")
 
 
 def held_of(*parts: tuple[list[float], float]) -> Held:

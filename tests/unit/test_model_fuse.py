@@ -363,7 +363,7 @@ def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch: pytest.M
     )
     assert usable_fuse("auto", CPU, told.append) == ByRows()
     assert told == [
-        "train.compile=auto: nothing is compiled, and steps take longer: there is no no-such-compiler; "
+        "train.compile=auto: elementwise kernels are not compiled, so steps take longer: there is no no-such-compiler; "
         "install g++ and Python's headers, or set train.compile=off"
     ]
     with pytest.raises(UserError) as refused:

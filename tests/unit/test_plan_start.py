@@ -149,7 +149,7 @@ def test_planted_a_miss_that_breaks_costs_a_line_and_no_run(capsys):
         plan.observe(row, watchers)
     said = capsys.readouterr().err
     assert watchers.events == [] and said.count("\n") == 1
-    assert said.startswith("warning: what the plan missed could not be told")
+    assert said.startswith("warning: the plan could not be compared with what was measured")
 
 
 MODELS = sorted(Path("configs/models").glob("*.yaml"))
