@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.watch.progress import fields_text
+from launcher.watch.event_words import fields_text
 
 MOST_PLACES = 1000  # marks of one kind on the time line
 MOST_TOLD = 200  # events in the table of a run

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.training.batch_ramp import OF_ONE_SIZE, Batches
+from launcher.watch.event_words import words_of
 from launcher.watch.moe import load_keys
 
 PACE_ROWS = 64  # updates over which the speed is measured; time of evaluations and checkpoints in between counts
@@ -123,13 +124,5 @@ class RunProgress:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """An event row as one line of text: its step, its name and its fields."""
-    return f"step {row['step']}: {row['event']}  {fields_text(row)}".rstrip()
-
-
-def fields_text(row: Mapping[str, Any]) -> str:
-    """An event row's fields as ``key=value`` texts; lists are left out, since they may be long."""
-    shown = {key: value for key, value in row.items() if key not in ("step", "event") and not isinstance(value, list)}
-    return "  ".join(
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown.items()
-    )
+    """An event row as one line of text: its step, and the event in words."""
+    return f"step {row['step']}: {words_of(row)}"

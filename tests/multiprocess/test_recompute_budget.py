@@ -24,6 +24,6 @@ def test_a_budget_set_at_a_resume_is_told_and_changes_nothing(tmp_path, parallel
     assert len(set(modes)) > 1
     events = [row for row in read_metrics(parts.with_suffix("") / "metrics.jsonl") if "event" in row]
     (event,) = (row for row in events if row["event"] == "recompute")
-    assert event_text(event).startswith(f"step 2: recompute  layers={told(modes)}  planned_gib=")
+    assert event_text(event).startswith(f"step 2: recomputation by layer: {told(modes)}, activations of ")
     assert event["layers"] == told(modes) and event["planned_gib"] <= event["budget_gib"] == gib
     assert [row["to"] for row in events if row.get("key") == "train.activation_gib"] == [str(gib)]

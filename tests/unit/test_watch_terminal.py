@@ -15,7 +15,8 @@ from rich.console import Console
 
 from launcher.watch import terminal
 from launcher.watch.drawing import ASCII_BARS, BARS, duration, load_bars, sparkline, split_evenly
-from launcher.watch.progress import TRACE_POINTS, RunProgress, Trace
+from launcher.watch.event_words import WORDS
+from launcher.watch.progress import TRACE_POINTS, RunProgress, Trace, event_text
 from launcher.watch.terminal import LiveView, PlainView, open_view, render
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -59,8 +60,22 @@ def test_outside_a_terminal_lines_are_plain(
     assert steps == ["1/100", *(f"{step}/100" for step in range(5, 101, 5))]
     assert lines[0] == "quickstart: steps 1 to 100 in runs/quickstart"
     assert "loss 0.0900  lr 1.00e-03  grad norm 2.00  tokens/s 12,346  peak GiB 1.25" in lines[-4]
-    expected = ["step 100: eval_loss 5.2500", "step 100: checkpoint  path=checkpoints/step-00000100", "W&B: offline"]
+    expected = ["step 100: eval_loss 5.2500", "step 100: checkpoint saved to checkpoints/step-00000100", "W&B: offline"]
     assert lines[-3:] == expected
+
+
+@pytest.mark.parametrize("event", WORDS)
+def test_words_for_an_event_tell_each_of_its_values(event: str) -> None:
+    values = {key: f"<{key}>" for key in WORDS[event][1]}
+    told = event_text({"step": 7, "event": event, **values, "other{}": "{x}", "documents": [1]})
+    assert told.startswith(f"step 7: {WORDS[event][0]} ") and told.endswith("other{}={x}") and "documents=" not in told
+    assert all(told.count(value) == 1 for value in values.values()) and "\n" not in told
+    assert event_text({"step": 7, "event": event}) == f"step 7: {WORDS[event][0].rstrip(':')}"
+
+
+def test_an_event_without_words_keeps_its_names() -> None:
+    row = {"step": 7, "event": "straggler", "rank": 3, "ratio": 1.23456}
+    assert event_text(row) == "step 7: straggler  rank=3  ratio=1.235"
 
 
 def test_a_slow_run_prints_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
