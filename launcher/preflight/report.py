@@ -11,13 +11,13 @@ TITLES = (
     ("node", ""),
     ("matrix products", "TFLOP/s"),
     ("memory", "GiB"),
-    ("", "GB/s"),
-    ("all-reduce", "within"),
-    ("GB/s", "across"),
-    ("all-to-all", "within"),
-    ("GB/s", "across"),
-    ("disk GB/s", "write"),
-    ("", "read"),
+    ("memory", "GB/s"),
+    ("all-reduce", "within GB/s"),
+    ("all-reduce", "across GB/s"),
+    ("all-to-all", "within GB/s"),
+    ("all-to-all", "across GB/s"),
+    ("disk", "write GB/s"),
+    ("disk", "read GB/s"),
     ("", ""),
 )
 NONE = "-"
@@ -50,7 +50,7 @@ def lines(found: Findings, judgement: Judgement, seconds: float) -> Iterator[str
             yield f"{verdict.node} is {verdict.state}: {reason}"
     yield from (f"note: {note}" for note in judgement.notes)
     bad = judgement.bad_nodes
-    summary = f"do without {', '.join(bad)}" if bad else "nothing against any node"
+    summary = f"leave out {', '.join(bad)}" if bad else "no node is slow or broken"
     yield f"preflight of {len(found.nodes)} node{'s' if len(found.nodes) > 1 else ''}, {seconds:.0f} s: {summary}"
 
 

@@ -216,7 +216,7 @@ def test_the_table_has_a_row_for_each_node_and_every_reason():
     assert [row.split()[-1] for row in rows[:4]] == ["ok", "slow", "ok", "ok"]
     assert rows[4] == "all nodes together: all-reduce 35 GB/s, all-to-all 17.5 GB/s"
     assert rows[5].startswith("n2 is slow: all-reduce with each of 3 partners at most 4 GB/s")
-    assert rows[-1] == "preflight of 4 nodes, 12 s: do without n2"
+    assert rows[-1] == "preflight of 4 nodes, 12 s: leave out n2"
     assert len({len(head), len(units)}) <= 2
     kept = as_json(found, judgement, 12.3)
     assert kept["bad_nodes"] == ["n2"]
