@@ -34,9 +34,9 @@ def print_report(report: Mapping[str, Any]) -> None:
         if "attention" in text:
             print_table(f"{name}; where heads look", LAYER_TITLES, layer_rows(text))
         if "lens" in text:
-            print_table(f"{name}; the next one, as each layer would predict it", LENS_TITLES, lens_rows(text))
+            print_table(f"{name}; each layer's prediction of the next token", LENS_TITLES, lens_rows(text))
             goes_on = ", ".join(f"{token!r} {100 * float(part):.1f}%" for token, part in next_of(text))
-            say(in_a_line(f"after its end: {goes_on}"))
+            say(in_a_line(f"likeliest tokens after the text: {goes_on}"))
 
 
 def print_table(

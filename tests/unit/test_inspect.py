@@ -100,7 +100,7 @@ def test_the_summary_is_short_and_says_what_was_checked(run: tuple[Path, Decoder
     assert lines[1].startswith("attention: weights times values make each layer's own output to ")
     assert lines[2] == "lens: the last layer's logits are the model's, bit for bit"
     assert "held-out text of the run's sources, 8 sequences of each at most: words" in out
-    assert "text 1: 23 tokens; where heads look" in out and "after its end: " in out
+    assert "text 1: 23 tokens; where heads look" in out and "likeliest tokens after the text: " in out
     assert len(lines) < 30
 
 
