@@ -74,7 +74,8 @@ def check_coordinates(
         print_slopes(slopes)
         for line in problems:
             say(line)
-        say("not flat under muP" if problems else "flat under muP")
+        passed = "passed: under muP, activations and their changes keep their size as the width grows"
+        say("failed: under muP, these sizes or changes depend on the width" if problems else passed)
         say(str(target))
     return 1 if problems else 0
 
