@@ -65,7 +65,7 @@ def clean(directories: list[str], *, yes: bool) -> int:
     """
     found, untouched = find_leftovers(directories)
     for line in untouched:
-        say(f"left alone: {in_a_line(line)}")
+        say(f"skipped: {in_a_line(line)}")
     if not found:
         say("nothing to remove")
         return 0
@@ -245,7 +245,7 @@ def kind_of(path: Path) -> str | None:
         return None
     name, partial, process = path.name.partition(".partial-")
     if partial:
-        return "partial, its process is no more" if _was_ours(process) else None
+        return "partial, its process has ended" if _was_ours(process) else None
     digest = name[-HASH_LETTERS:]
     if len(name) <= HASH_LETTERS or name[-HASH_LETTERS - 1] != "-" or not set(digest) <= set("0123456789abcdef"):
         return None

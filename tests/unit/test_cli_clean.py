@@ -191,7 +191,7 @@ def test_a_token_dir_elsewhere_is_left_alone(place, tmp_path_factory, capsys):
     before = sorted(shared.rglob("*"))
     assert main(["runs", "--clean", "--yes"]) == 0
     output = capsys.readouterr().out
-    assert f"left alone: data.token_dir={shared} lies outside of the current folder" in output
+    assert f"skipped: data.token_dir={shared} lies outside of the current folder" in output
     (place / "tokens").symlink_to(shared)
     assert main(["runs", "--clean", "--yes"]) == 0
     assert sorted(shared.rglob("*")) == before
