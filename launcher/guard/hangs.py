@@ -23,6 +23,9 @@ from parallel.processes.waits import Call, Waits
 
 CUT_SECONDS = 10.0  # how long a rank that lost a connection waits to learn which rank ended
 SHOWN_RANKS = 8  # ranks that a message describes; the log files have all of them
+ENDED = (  # on CUDA torch's NCCL watchdog ends a process after a communication error
+    "ended without a message (killed, ended by NCCL after a communication error, or its node is down; see its output)"
+)
 NOBODY_LATE = "nobody is late: each rank has begun what the others wait for, and a device or the network holds it up"
 WRAPPER = str(Path(__file__).parents[2] / "parallel" / "processes" / "waits.py")  # in every waiting stack: left out
 OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("launcher", "parallel", "modeling", "data"))
@@ -88,7 +91,7 @@ def judge(seen: Mapping[int, Seen], places: Sequence[str], now: float) -> Verdic
             return Verdict("failed", f"{places[rank]} failed: {state.failed[0]}", rank, state.failed[1])
     for rank, state in seen.items():
         if state.gone:
-            return Verdict("gone", f"{places[rank]} ended without a word (killed, or its node is down)", rank)
+            return Verdict("gone", f"{places[rank]} {ENDED}", rank)
     for rank, state in seen.items():
         silent = now - state.heard
         if state.beat and not state.left and silent > state.beat["limit"]:

@@ -64,7 +64,7 @@ def test_healthy_ranks_are_left_alone():
     ("state", "kind", "words"),
     [
         (Seen(NOW, dict(BEAT), failed=("ValueError: x", 2)), "failed", "rank 3 (pp 1, tp 1) failed: ValueError: x"),
-        (Seen(NOW, dict(BEAT), gone=True), "gone", "rank 3 (pp 1, tp 1) ended without a word"),
+        (Seen(NOW, dict(BEAT), gone=True), "gone", "rank 3 (pp 1, tp 1) ended without a message (killed"),
         (Seen(NOW - 11, dict(BEAT)), "hang", "rank 3 (pp 1, tp 1) has not been heard of for 11 s"),
         (Seen(NOW, {**BEAT, "age": 12.0}), "hang", "step 5 has taken 12 s; the limit is 10 s"),
         (Seen(NOW, {**BEAT, "age": 12.0, "phase": "checkpoint"}), "hang", "checkpoint after step 5 has taken 12 s"),
