@@ -98,12 +98,14 @@ def load_state(engine: Engine, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Fills the engine's masters and buffers, and sets the optimizer's states and step to zero. All ranks call it.
+    """Fills the engine's masters and buffers; the rest becomes as before the first update. All ranks call it.
 
+    That is the optimizer's states and step, and the loss scale.
     Raises DamagedCheckpoint on all ranks where a file does not match its hash; the engine's state is then undefined.
     """
     together(engine.mesh, lambda: _check_tensors(engine, checkpoint))
     engine.reset_states(0)
+    engine.restore_loss_scaler({})
     _read_together(engine, checkpoint, kinds=(WEIGHT,))
     engine.publish_weights()
 

@@ -304,12 +304,13 @@ class Engine:
 
     @torch.no_grad()
     def initialize_weights(self, seed: int) -> None:
-        """Fills masters, buffers and weights as before the first update. All ranks call it.
+        """Fills masters, buffers and weights as before the first update, with its loss scale. All ranks call it.
 
         Each fragment gets its elements of the logical tensor drawn from (seed, name), so that the weights are the same
         under every layout. Experts that this rank does not hold are not drawn.
         """
         self.reset_states(0)
+        self.restore_loss_scaler({})
         for fragment in self.fragments:
             around = fragment.around()
             rows = initial_box(self.model_config, seed, fragment.name, around.start, around.shape, fragment.shape)
@@ -339,5 +340,8 @@ class Engine:
         return self.sharding.loss_scale.state()
 
     def restore_loss_scaler(self, state: dict[str, float]) -> None:
-        """Sets the loss scaler's numbers to those that ``loss_scaler_state`` returned."""
+        """Sets the loss scaler's numbers to those that ``loss_scaler_state`` returned.
+
+        An empty state, as one saved in another precision than fp16, sets those before the first update.
+        """
         self.sharding.loss_scale.restore(state)

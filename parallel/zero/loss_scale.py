@@ -13,6 +13,7 @@ class LossScale:
     def __init__(self, scaler: Any | None) -> None:
         """``scaler``: DeepSpeed's loss scaler; None in other precisions than fp16, where the scale is 1."""
         self.scaler = scaler
+        self.first = self.state()
 
     @property
     def value(self) -> float:
@@ -45,7 +46,7 @@ class LossScale:
         return {name: getattr(self.scaler, name) for name in FIELDS} if self.scaler is not None else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Sets the scaler's numbers to those that ``state`` returned."""
+        """Sets the scaler's numbers to those that ``state`` returned; ones that are missing, to those before step 1."""
         if self.scaler is not None:
-            for name, value in state.items():
+            for name, value in (self.first | state).items():
                 setattr(self.scaler, name, value)

@@ -138,6 +138,20 @@ def test_rolled_back_run_goes_on_without_those_batches(tmp_path, tokens, axes):
     assert ours[4]["hopped"] == [[32, 48]]
 
 
+def test_a_rollback_to_step_0_begins_with_the_first_loss_scale(tmp_path, tokens):
+    """Steps 1 and 2 overflow, so the scale is a quarter when sample 33, in step 5, makes the loss large."""
+    path = write_config(tmp_path, tokens, "back", model=MOE_MODEL, precision="fp16", steps=8)
+    config = load_config(path, ["checkpoint.every_steps=8"])
+    config = dataclasses.replace(config, health=HealthConfig(on_spike="rollback", spike_window=2, spike_z=20.0))
+    assert run_planned(Plan(poisoned=3, tensor=NORM, step=2, spiked=33), config, 1) == [0]
+    reference = dataclasses.replace(config, run_dir=str(tmp_path / "reference"))
+    assert run_planned(Plan(skipped=(0, 40)), reference, 1) == [0]
+    rows, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("back", "reference"))
+    assert [event["samples_left_out"] for event in events(rows, "rollback")] == [[0, 40]]
+    assert [row["loss_scale"] for row in updates(rows)] == [row["loss_scale"] for row in updates(expected)]
+    assert numbers(updates(rows)) == numbers(updates(expected))
+
+
 def test_an_overflow_at_the_smallest_loss_scale_is_a_problem(tmp_path, tokens):
     """fp16: above it, the scaler answers; at it, health does."""
     setting = {"precision": "fp16", "steps": 4}

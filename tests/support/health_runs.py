@@ -150,7 +150,8 @@ def fix_loss_scale(scale: float) -> None:
 
     def fixed(*arguments: Any) -> Any:
         engine = build(*arguments)
-        engine.sharding.loss_scale.scaler.cur_scale = scale
+        engine.sharding.loss_scale.first["cur_scale"] = scale
+        engine.restore_loss_scaler({})
         return engine
 
     loop.build_engine = fixed
