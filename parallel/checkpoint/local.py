@@ -1,5 +1,6 @@
 """Checkpoints on a file system: a rename commits, and large writes bypass the page cache (O_DIRECT)."""
 
+import ctypes
 import errno
 import fcntl
 import io
@@ -19,6 +20,7 @@ BLOCK_BYTES = 4096  # writes that bypass the page cache begin and end at multipl
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
 NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2: paths from the current folder; each name gets the other's
 
 
 class LocalOutput:
@@ -214,14 +216,19 @@ class LocalStore:
         return LocalFolder(partial), ""
 
     def commit(self, name: str, attempt: str, manifest: bytes) -> None:
-        """Writes the manifest and renames the attempt's directory to the checkpoint's name; both are synced."""
+        """Writes the manifest and renames the attempt's directory to the checkpoint's name; both are synced.
+
+        Where the step has a checkpoint already, the two directories exchange their names, and ``sweep`` deletes it.
+        """
         partial, final = self._partial(name, attempt), self.root / name
         with LocalFolder(partial).create(MANIFEST) as out:
             out.write(manifest)
         sync_tree(partial)
-        if final.exists():  # the same step is saved again: the old checkpoint is moved away only now
+        if not final.exists():
+            partial.rename(final)
+        elif not exchanged(partial, final):  # the same step is saved again, where a kill between two renames loses it
             final.rename(self._partial(name, f"before-{attempt}"))
-        partial.rename(final)
+            partial.rename(final)
         sync_directory(self.root)
 
     def discard(self, name: str, attempt: str) -> None:
@@ -264,6 +271,19 @@ class LocalStore:
 
     def _partial(self, name: str, attempt: str) -> Path:
         return self.root / f".{name}.{attempt}.partial"
+
+
+def exchanged(path: Path, other: Path) -> bool:
+    """Exchanges the names of two files or directories in one atomic act; False where the system cannot, as on NFS."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux's; older C libraries lack it
+    if renameat2 is None:
+        return False
+    if renameat2(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(path), None, str(other))
 
 
 def _linked(path: Path, target: Path) -> bool:

@@ -1,16 +1,20 @@
 """Which checkpoints stay."""
 
+import contextlib
 import errno
 import math
+import os
 import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.checkpoint import local
+from parallel.checkpoint.local import LocalStore
 from parallel.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
 from parallel.checkpoint.places import list_checkpoints, step_directory
-from parallel.checkpoint.retention import Retention, looks_whole, steps_to_delete
+from parallel.checkpoint.retention import Retention, heldout_loss_of, looks_whole, steps_to_delete
 
 losses = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -57,6 +61,58 @@ def make(checkpoints, step, loss=None):
     files = {file.name: {"bytes": 100 + step, "xxh3_128": hash_file(file)}}
     write_manifest(Manifest(step=step, scalars=scalars, tensors={}, kinds={}, files=files), directory)
     return directory
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of errors takes it."""
+
+
+def save_again(checkpoints, step, loss):
+    """Writes an attempt at a checkpoint of this step, as a saver does; returns the function that commits it."""
+    store, name = LocalStore(checkpoints), f"step-{step:08d}"
+    partial, _ = store.begin(name, f"1-{loss}")
+    made = make(checkpoints.parent / "made", step, loss)
+    shutil.copytree(made, partial.directory, dirs_exist_ok=True)
+    shutil.rmtree(made)
+    content = (partial.directory / "manifest.json").read_bytes()
+    return lambda: store.commit(name, f"1-{loss}", content)
+
+
+def test_a_kill_at_any_moment_of_saving_a_step_again_leaves_it_whole(tmp_path, monkeypatch):
+    """It comes before the first change of a name, then before the second one, until the save ends without one."""
+    checkpoints, left = tmp_path / "checkpoints", []
+
+    def killing(change):
+        def counted(*paths):
+            if not left:
+                raise Killed
+            left.pop()
+            return change(*paths)
+
+        return counted
+
+    make(checkpoints, 4, 5.0)
+    for n_changes in range(3):
+        left[:] = [None] * n_changes
+        commit = save_again(checkpoints, 4, 3.0 - n_changes)
+        with monkeypatch.context() as patched, contextlib.suppress(Killed):
+            patched.setattr(os, "rename", killing(os.rename))
+            patched.setattr(local, "exchanged", killing(getattr(local, "exchanged", None)), raising=False)
+            commit()
+        assert steps_in(checkpoints) == [4] and looks_whole(step_directory(checkpoints, 4))
+    assert heldout_loss_of(step_directory(checkpoints, 4)) == 1.0
+    assert Retention(keep_last=1).apply(checkpoints) == []
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000004"]
+
+
+def test_a_step_is_saved_again_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "exchanged", lambda *paths: False)
+    checkpoints = tmp_path / "checkpoints"
+    make(checkpoints, 4, 5.0)
+    save_again(checkpoints, 4, 3.0)()
+    assert heldout_loss_of(step_directory(checkpoints, 4)) == 3.0
+    Retention(keep_last=1).apply(checkpoints)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000004"]
 
 
 def steps_in(checkpoints):
