@@ -38,15 +38,27 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 def move_into_place(written: Path, path: Path) -> None:
     """Renames a written file to ``path``, atomically and durably; creates the folder if needed."""
     path.parent.mkdir(exist_ok=True)
-    with written.open("rb") as file:
-        os.fsync(file.fileno())
+    _sync(written)
     written.rename(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Makes renames within ``folder`` durable."""
-    handle = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def sync_all(folder: Path) -> None:
+    """Makes the folder and all files and folders below it durable; links are not followed."""
+    for above, _, files in os.walk(folder):
+        paths = (Path(above, name) for name in files)
+        for path in (*paths, Path(above)):
+            if not path.is_symlink():
+                _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

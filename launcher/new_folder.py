@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.partial import partial_suffix, sync_folder
+from data.partial import partial_suffix, sync_all, sync_folder
 from data.refusals import refusals_of
 from launcher.errors import UserError
 from parallel.processes.stop import undoing
@@ -31,7 +31,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise UserError([f"{hidden} {rule}; remove it"]) from None
         try:
             yield hidden
-            sync_folder(hidden)
+            sync_all(hidden)
             try:
                 hidden.rename(out)
             except OSError as error:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.partial import move_into_place
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.run_parts import CONFIG, NEWEST, check_parts
@@ -22,7 +23,7 @@ class Newest:
 
 
 def write_newest(run_path: Path, name: str, location: str) -> None:
-    """Records the checkpoint ``name`` in ``location``. The file is replaced atomically.
+    """Records the checkpoint ``name`` in ``location``. The file is replaced atomically and durably.
 
     Its first line is the name, which the job script reads.
     """
@@ -30,7 +31,7 @@ def write_newest(run_path: Path, name: str, location: str) -> None:
     temporary = run_path / f"{NEWEST}.partial"
     try:
         temporary.write_bytes(os.fsencode(f"{name}\n{where}\n"))
-        temporary.replace(run_path / NEWEST)
+        move_into_place(temporary, run_path / NEWEST)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from typing import IO, Any, Self
 from data.config import FREE_FIELDS
 from data.errors import DataError, reason_of
 from data.mixture import DEALING
+from data.partial import move_into_place
 from data.places import is_same_place, why_not_writable
 from data.rules import set_in_vain
 from launcher.config.dump import dump_config
@@ -429,10 +430,10 @@ def _write_config(config: RunConfig) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file atomically: after a kill or on a full disk, either the old file or the new one is there."""
+    """Writes a file atomically: after a kill, a power cut or on a full disk the old file or the new one is there."""
     temporary = path.with_name(f"{path.name}.partial")
     temporary.write_bytes(content)
-    temporary.replace(path)
+    move_into_place(temporary, path)
 
 
 def holder_of_this_process(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -21,6 +21,25 @@ def test_a_folder_is_there_once_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"] and (out / "file").read_text() == "content"
 
 
+def test_all_of_it_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    """A power cut after the renaming leaves no empty file."""
+    synced: list[tuple[int, bool]] = []
+    sync, out = os.fsync, tmp_path / "out"
+
+    def seen(handle: int) -> None:
+        sync(handle)
+        synced.append((os.fstat(handle).st_ino, out.exists()))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with new_folder(out) as partial:
+        (partial / "folder/below").mkdir(parents=True)
+        (partial / "folder/below/file").write_text("content")
+        (partial / "file").write_text("content")
+        (partial / "link").symlink_to("nowhere")
+    paths = [out, *(path for path in out.rglob("*") if not path.is_symlink())]
+    assert {path.stat().st_ino for path in paths} <= {inode for inode, is_named in synced if not is_named}
+
+
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     with new_folder(tmp_path / "out") as partial:
         (tmp_path / "out").mkdir()
