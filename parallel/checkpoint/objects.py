@@ -16,6 +16,7 @@ import fsspec
 
 from parallel.checkpoint.errors import UnreachableStore
 from parallel.checkpoint.regular import UnfitFile
+from parallel.checkpoint.schema import LARGEST_MANIFEST_BYTES
 from parallel.checkpoint.store import MANIFEST, MOST_OWNER, OWNER, Folder, Input, Output, at_most, in_order, try_each
 
 DAMAGED = "manifest.damaged.json"  # what the manifest of a checkpoint is renamed to when it is set aside
@@ -263,10 +264,17 @@ class ObjectStore:
         return folder.path(DAMAGED)
 
     def remove(self, name: str) -> None:
-        """Deletes a checkpoint: first its manifest, then its other objects."""
+        """Deletes a checkpoint: first its manifest, then its other objects.
+
+        Where a damaged one of the same step was set aside, that one's objects stay.
+        """
         folder = self.folder(name)
+        files = folder.files()
+        if DAMAGED in files:
+            content = folder.read_bytes(MANIFEST, LARGEST_MANIFEST_BYTES)
+            files = [file for file in files if f'"{file.partition("/")[0]}/'.encode() in content]  # of its attempt
         folder.delete([MANIFEST])
-        folder.delete(folder.files())
+        folder.delete([file for file in files if file != MANIFEST])
 
     def set_aside_ones(self) -> list[Folder]:
         """The checkpoints that were set aside: those with a renamed manifest."""

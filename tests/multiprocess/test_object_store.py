@@ -162,7 +162,7 @@ def put(store: Store, step: int, attempt: str, *, commits: bool) -> None:
     with folder.create(f"{prefix}shard") as out:
         out.write(b"0123456789")
     if commits:
-        store.commit(f"step-{step:08d}", attempt, b"{}")
+        store.commit(f"step-{step:08d}", attempt, json.dumps({"files": {f"{prefix}shard": {}}}).encode())
 
 
 def test_what_another_process_has_put_is_seen(bucket):
@@ -206,3 +206,9 @@ def test_both_kinds_of_store_act_alike(bucket, tmp_path, kind):
     store.sweep()
     assert store.names() == ["step-00000002", "step-00000010"]
     assert store.leftovers() == [] and len(store.set_aside_ones()) == 1
+    store.remove("step-00000002")
+    store.sweep()
+    assert store.names() == ["step-00000010"]
+    (damaged,) = store.set_aside_ones()  # only the user deletes it
+    kept = {"manifest.json", "shard"} if kind == "local" else {"2-1/shard", "manifest.damaged.json"}
+    assert kept <= set(damaged.files()) and "3-1/shard" not in damaged.files()
