@@ -5,6 +5,7 @@ epoch (data/order.py). Shape letters: N places or samples.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from data.order import permutation_key, permute, unpermute
 from data.stages import Stages
 
 EPOCHS = 1 << 40  # more epochs than a source ever has
+MOST_KEYS = 4096  # kept, of (source, epoch): 2 MB; a source of few samples has a new one at every few samples
 
 
 class Shuffle:
@@ -20,7 +22,7 @@ class Shuffle:
     def __init__(self, seed: int, stages: Stages, source_samples: Sequence[int]) -> None:
         self.seed, self.stages, self.source_samples = seed, stages, list(source_samples)
         self._first_sample = np.cumsum([0, *source_samples])  # of each source
-        self._keys: dict[tuple[int, int], np.ndarray] = {}
+        self._key = lru_cache(MOST_KEYS)(partial(permutation_key, seed))
 
     def samples(self, index_N: np.ndarray) -> np.ndarray:
         """int64 [N]: the samples at these places, numbered through all sources."""
@@ -40,8 +42,3 @@ class Shuffle:
     def places(self, source: int, epoch: int, sample_N: np.ndarray) -> np.ndarray:
         """int64 [N]: the places of these samples of a source within its epoch, from 0."""
         return unpermute(sample_N, self.source_samples[source], self._key(source, epoch))
-
-    def _key(self, source: int, epoch: int) -> np.ndarray:
-        if (source, epoch) not in self._keys:
-            self._keys[source, epoch] = permutation_key(self.seed, source, epoch)
-        return self._keys[source, epoch]

@@ -1,5 +1,6 @@
 """The order of samples: permutations, mixtures and skipped ranges, all as functions of the sample's number."""
 
+import tracemalloc
 from collections import Counter
 from fractions import Fraction
 
@@ -8,8 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from data.dataset import BLOCK
 from data.mixture import mixture_of, weight_fraction
 from data.order import permutation_key, permute, place_after, take
+from data.shuffle import Shuffle
+from data.stages import Stages
 
 
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))
@@ -133,3 +137,15 @@ def test_what_each_source_has_given_is_a_closed_form(weights: list[int], n: int)
     given = mixture.given(n)
     assert given[: len(weights)] == np.bincount(source_N, minlength=len(weights)).tolist()
     assert sum(given) == n
+
+
+def test_memory_does_not_grow_with_the_epochs_of_a_small_source() -> None:
+    """A key is 0.5 kB, and a source of two samples has one for every other sample that it gives."""
+    shuffle = Shuffle(0, Stages([(0, (Fraction(1, 2), Fraction(1, 2)))]), [2, 10**9])
+    shuffle.samples(np.arange(BLOCK))
+    tracemalloc.start()
+    for first in range(0, 20 * BLOCK, BLOCK):
+        shuffle.samples(np.arange(first, first + BLOCK))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4_000_000
