@@ -43,7 +43,7 @@ from launcher.training.reports import (
     report_unsaved,
 )
 from launcher.training.run_dir import keep_config
-from launcher.training.samples import Samples, open_samples, steps_to_come, why_out_of_data
+from launcher.training.samples import Samples, open_samples, out_of_data_line, steps_to_come, why_out_of_data
 from launcher.training.start_record import start_record
 from launcher.training.state import TrainState, open_saver, restore, tidy
 from launcher.training.step import Totals, accumulate_gradients, agree_to_stop, evaluate, further_losses
@@ -149,7 +149,8 @@ def train_watched(
                 watchdog.beat(state.step, "checkpoint")
                 saver.save(state)
                 report_saves(watchers, saver.wait())
-                raise OutOfData(out_of_data)
+                error = saver.last.error if saver.last is not None else None
+                raise OutOfData(out_of_data_line(out_of_data, state.step, error))
             watchdog.beat(state.step + 1, STEP)
             consumed = state.consumed
             done = run_step(config, engine, samples, state, stop, health)

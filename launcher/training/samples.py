@@ -34,7 +34,7 @@ def open_samples(config: RunConfig, dataset: Dataset, mesh: Mesh) -> ReadAhead[H
 def why_out_of_data(
     stages: Stages, train: TrainConfig, step: int, consumed: int, skipped: Sequence[tuple[int, int]]
 ) -> str | None:
-    """The message that too few samples are left for the step after ``step``; None where there are enough.
+    """Why too few samples are left for the step after ``step``; None where there are enough.
 
     ``consumed`` is the number of the next sample, and ``skipped`` the ranges left out after rollbacks.
     """
@@ -42,7 +42,17 @@ def why_out_of_data(
         return None
     left_out = sum(last - first for first, last in hopped_ranges(0, consumed, skipped))
     rule = f"leaves {stages.end} sequences in all, {left_out} were left out after rollbacks, and too few are left for"
-    return f"data.sources.max_epochs {rule} step {step + 1}; step {step} is saved: lower train.steps to {step}"
+    return f"data.sources.max_epochs {rule} step {step + 1}"
+
+
+def out_of_data_line(why: str, step: int, error: str | None) -> str:
+    """The line with which a run ends after ``step``, because of ``why_out_of_data``.
+
+    ``error`` is the reason why that step could not be saved; None: it is saved.
+    """
+    if error is not None:
+        return f"{why}; step {step} could not be saved ({error}): mend that, and start the run again"
+    return f"{why}; step {step} is saved: lower train.steps to {step}"
 
 
 def steps_to_come(

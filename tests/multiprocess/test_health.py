@@ -164,8 +164,8 @@ def test_an_overflow_at_the_smallest_loss_scale_is_a_problem(tmp_path, tokens):
     assert [event["step"] for event in events(rows, "nonfinite")] == [2]
 
 
-def test_a_run_whose_rollback_left_it_too_few_data_is_saved_and_ends(tmp_path, tokens):
-    """Of 64 samples, 8 steps' worth, two steps' are left out, so that step 6 is the last; the next start is refused."""
+def short_of_data(tmp_path, tokens):
+    """A config with 64 samples, 8 steps' worth; a rollback in step 6 leaves two steps' out, so step 6 is the last."""
     health = HealthConfig(on_spike="rollback", spike_window=4, spike_z=20.0)
     path = write_config(
         tmp_path, tokens, "short", model=MOE_MODEL, steps=8, optimizer=SGDConfig(lr=0.5, momentum=0.9, clip_norm=0.5)
@@ -174,14 +174,30 @@ def test_a_run_whose_rollback_left_it_too_few_data_is_saved_and_ends(tmp_path, t
     dataset = open_dataset(config.data, seed=0, vocab_size=VOCAB_SIZE, split="train")
     sources = (dataclasses.replace(config.data.sources[0], max_epochs=64.5 / dataset.n_samples),)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources))
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_steps=4))
-    assert run_planned(Plan(spiked=45), config) == [2, 2]
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_steps=4))
+
+
+def test_a_run_whose_last_step_with_data_cannot_be_saved_says_so(tmp_path, tokens):
+    plan = Plan(spiked=45, unsaved=6, told=str(tmp_path / "told"))
+    assert run_planned(plan, short_of_data(tmp_path, tokens), 1) == [2]
+    assert LocalStore(tmp_path / "short/checkpoints").names() == ["step-00000004"]
+    why = "rank 0: OSError: [Errno 28] No space left on device"
+    line = f"step 7; step 6 could not be saved ({why}): mend that, and start the run again"
+    assert (tmp_path / "told").read_text().endswith(line)
+
+
+def test_a_run_whose_rollback_left_it_too_few_data_is_saved_and_ends(tmp_path, tokens):
+    """The next start is refused."""
+    config = short_of_data(tmp_path, tokens)
+    assert run_planned(Plan(spiked=45, told=str(tmp_path / "told")), config) == [2, 2]
+    line = (tmp_path / "told").read_text()
+    assert line.endswith("too few are left for step 7; step 6 is saved: lower train.steps to 6")
     dataset = open_dataset(config.data, seed=0, vocab_size=VOCAB_SIZE, split="train")
     line = why_out_of_data(dataset.stages, config.train, 6, 64, [(32, 48)])
     assert line is not None and line.startswith(
         "data.sources.max_epochs leaves 64 sequences in all, 16 were left out after rollbacks, and "
     )
-    assert line.endswith("too few are left for step 7; step 6 is saved: lower train.steps to 6")
+    assert line.endswith("too few are left for step 7")
     assert LocalStore(tmp_path / "short/checkpoints").names() == ["step-00000004", "step-00000006"]
     with pytest.raises(UserError, match=r"come to 64 in step 6, and train.steps=8 takes 16 more; lower train.steps"):
         check_tokens(config)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class Plan:
     skipped: tuple[int, int] | None = None  # samples left out from the start, for runs that others are compared with
     loss_scale: float | None = None
     blind: bool = False  # the fault that the norm ignores gradients that this rank does not count
+    unsaved: int | None = None  # a step whose checkpoint finds no room on the disk
+    told: str | None = None  # a file that gets rank 0's last line for the user
     slow_save: bool = False  # a save takes seconds, longer than a failing process waits for it
     stops_during: str | None = None  # "save" or "evaluation", during which ``rank`` is asked to stop
 
@@ -50,6 +53,10 @@ def train_planned(plan: Plan, config: Any) -> Any:
         fix_loss_scale(plan.loss_scale)
     if plan.blind:
         make_blind()
+    if plan.unsaved is not None:
+        refuse_commits(plan.unsaved)
+    if plan.told is not None:
+        loop.tell = lambda line: Path(plan.told or "").write_text(str(line))
     if plan.slow_save:
         slow_down_saves()
     if plan.stops_during is not None:
@@ -162,6 +169,22 @@ def make_blind() -> None:
 
     norm = module.global_norm
     module.global_norm = lambda parts, *rest: norm([part for part in parts if part[1]], *rest)
+
+
+def refuse_commits(step: int) -> None:
+    import errno
+
+    from parallel.checkpoint.local import LocalStore
+    from parallel.checkpoint.store import step_name
+
+    commit = LocalStore.commit
+
+    def refusing(self: Any, name: str, *rest: Any) -> None:
+        if name == step_name(step):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(self, name, *rest)
+
+    LocalStore.commit = refusing
 
 
 def slow_down_saves() -> None:
