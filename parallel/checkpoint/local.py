@@ -281,7 +281,7 @@ def exchanged(path: Path, other: Path) -> bool:
     if renameat2(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # the last by a filter of system calls
         return False
     raise OSError(error, os.strerror(error), str(path), None, str(other))
 
