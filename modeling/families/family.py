@@ -37,8 +37,10 @@ class Family:
     # what else files call it whose own code computes the same, though transformers has no such class
     model_types: tuple[str, ...] = ()
     within: str = ""  # model_type of a model with images whose text_config is this class's
-    # of the names of its text model's tensors in such a model's files, and of the same in files of this class
-    prefix_of_text: tuple[str, str] = ("model.language_model.", "model.")
+    # beginnings of the names of its text model's tensors in such a model's files -> those in files of this class
+    prefixes_of_text: Mapping[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})
+    text_constants: Mapping[str, Any] = field(default_factory=dict)  # keys of it that must have this one value
+    around: frozenset[str] = frozenset()  # more keys beside such a text_config that say nothing of the text model
     # other rows for ``weights``, of files that hold all experts of a layer in one tensor
     stacked: Mapping[str, str | Packed] = field(default_factory=dict)
     since: int = 4  # the first of transformers' versions 4 and 5 that has it

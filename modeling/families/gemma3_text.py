@@ -26,6 +26,10 @@ NORMS = {
     "layers.{layer}.feed_forward_norm.weight": "model.layers.{layer}.pre_feedforward_layernorm.weight",
     "layers.{layer}.feed_forward_post_norm.weight": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
+# Of images, and how the projector from them begins: keys of the published sizes from 4B on.
+AROUND = frozenset(
+    {"boi_token_index", "eoi_token_index", "image_token_index", "initializer_range", "mm_tokens_per_image"}
+)
 DEFAULTS = {
     **DECODER_DEFAULTS,
     "final_logit_softcapping": None,
@@ -53,6 +57,15 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
+    within="gemma3",
+    prefixes_of_text={
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",  # of older files, and of those that transformers saves
+        "language_model.lm_head.": "lm_head.",
+    },
+    text_constants={"final_logit_softcapping": None},  # models/gemma3: the class with images has no cap of logits
+    around=AROUND,
+    unread=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
     weights={**DECODER, **NORMS, **ATTENTION, **QK_NORM, **FEED_FORWARD},
     keys={
         **DECODER_KEYS,

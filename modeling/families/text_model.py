@@ -15,7 +15,8 @@ AROUND = frozenset(
         *("vision_start_token_id", "vision_end_token_id"),
     }
 )
-OUTER = (*QUANTIZED, "auto_map", "tie_word_embeddings")  # keys beside text_config that are meant for it too
+# Keys beside text_config that are meant for it too, where it does not have them itself.
+OUTER = (*QUANTIZED, "auto_map", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,7 +52,11 @@ def around_problems(content: Mapping[str, Any], ours: str) -> Iterator[str]:
     if not isinstance(text, dict) or text.get("model_type") != ours:
         rule = f"is not possible {told}: it must be a table with model_type={ours}"
         yield f"config.json: text_config={shown(text)} {rule}; {REMEDY}"
-    for key in sorted(content.keys() - {*EVERYWHERE, *AROUND, *OUTER}):
+    for key, constant in family_of(ours).text_constants.items():
+        if isinstance(text, dict) and text.get(key, constant) != constant:
+            rule = f"is not possible {told}, whose class knows {key}={shown(constant)} alone"
+            yield f"config.json: text_config.{key}={shown(text[key])} {rule}; {REMEDY}"
+    for key in sorted(content.keys() - {*EVERYWHERE, *AROUND, *OUTER, *family_of(ours).around}):
         name = key if key.isprintable() else shown(key)
         rule = "remove it if it changes nothing of what the model computes"
         yield f"config.json: {name}={shown(content[key])} is not known {told}; {rule}"
@@ -59,9 +64,16 @@ def around_problems(content: Mapping[str, Any], ours: str) -> Iterator[str]:
 
 def without_images(family: Family, name: str) -> str:
     """The name of a tensor in files of the text model alone, of its ``name`` in those of the model with images."""
-    return f"{family.prefix_of_text[1]}{name.removeprefix(family.prefix_of_text[0])}" if is_text(family, name) else name
+    prefix = prefix_of(family, name)
+    return name if prefix is None else f"{family.prefixes_of_text[prefix]}{name.removeprefix(prefix)}"
 
 
 def is_text(family: Family, name: str) -> bool:
     """Whether the tensor lies in files of a model with images, and is the text model's."""
-    return family.within != "" and name.startswith(family.prefix_of_text[0])
+    return prefix_of(family, name) is not None
+
+
+def prefix_of(family: Family, name: str) -> str | None:
+    """The beginning of ``name`` by which a file of a model with images tells its text model's tensors; None if none."""
+    prefixes = family.prefixes_of_text if family.within else {}
+    return next((prefix for prefix in prefixes if name.startswith(prefix)), None)

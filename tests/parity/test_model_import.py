@@ -496,6 +496,102 @@ def test_a_tensor_under_both_names_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "model.language_model.norm.weight is also there as model.norm.weight; remove one of them" in line
 
 
+GEMMA3_NAMES = [("language_model.model.", ""), ("model.language_model.", "model.")]
+
+
+def gemma3_with_images(source: Path, config: ModelConfig, prefix: str, beside: str) -> dict[str, Tensor]:
+    """Makes ``source`` a folder of Gemma 3 as its larger sizes are published, and returns the text model's tensors.
+
+    ``prefix`` begins the names of the text model's tensors, ``beside`` those of the images' tensors.
+    """
+    save_hf_model(source, config)
+    text = stored(source)
+    content = json.loads((source / "config.json").read_text())
+    kept = {key: content[key] for key in content.keys() - {"architectures", "transformers_version", "eos_token_id"}}
+    around = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+    around |= {"boi_token_index": 3, "eoi_token_index": 4, "image_token_index": 300, "mm_tokens_per_image": 1}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    around |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": 0.02}
+    around |= {"vision_config": {**vision, "image_size": 14, "patch_size": 14}}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**around, text_config=kept))
+    (source / "config.json").write_text(json.dumps({**around, "text_config": kept}))
+    images = {name.removeprefix("model."): each for name, each in whole.state_dict().items() if "vision" in name}
+    images |= {"multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(16)}
+    images |= {"multi_modal_projector.mm_input_projection_weight": torch.ones(16, config.d_model)}
+    named = {name.replace("model.", prefix, 1): each for name, each in text.items()}
+    named |= {f"{beside}{name}": each.clone() for name, each in images.items()}
+    save_file(named, source / "model.safetensors", metadata={"format": "pt"})
+    return text
+
+
+@pytest.mark.parametrize(("prefix", "beside"), GEMMA3_NAMES)
+def test_the_text_model_of_gemma_3_with_images_is_read(prefix: str, beside: str, tmp_path: Path) -> None:
+    """Sizes of 4B and more are published so, under old names or new ones, with ids beside the text_config."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    config = example_config("gemma3_text", vocab_size=257, logit_cap=None)
+    before = gemma3_with_images(source, config, prefix, beside)
+    assert f"{prefix}norm.weight" in stored(source) and f"{beside}vision_tower.post_layernorm.weight" in {
+        name.replace("vision_model.", "") for name in stored(source)
+    }
+    assert said(imported(source, out).config.model) == said(config)
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again)]) == 0
+    assert json.loads((again / "config.json").read_text())["model_type"] == "gemma3_text"
+    after = stored(again)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_head_of_gemma_3_with_images_is_read(tmp_path: Path) -> None:
+    """The head of one that is not tied lies beside the text model's other tensors in old files."""
+    source = tmp_path / "source"
+    config = example_config("gemma3_text", vocab_size=257, logit_cap=None, tie_embeddings=False)
+    head = gemma3_with_images(source, config, "language_model.model.", "")["lm_head.weight"]
+    named = {name.replace("lm_head.", "language_model.lm_head."): each for name, each in stored(source).items()}
+    save_file(named, source / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(imported(source, tmp_path / "run").read("head.weight"), head)
+
+
+def test_ends_of_text_beside_gemma_3_s_text_config_are_kept(tmp_path: Path) -> None:
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    gemma3_with_images(
+        source, example_config("gemma3_text", vocab_size=257, logit_cap=None), "model.language_model.", "model."
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (source / name).unlink(missing_ok=True)
+    imported(source, out)
+    assert main(["export", str(out), str(again)]) == 0
+    assert json.loads((again / "config.json").read_text())["eos_token_id"] == [1, 106]
+
+
+def test_other_tensors_and_keys_beside_gemma_3_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "source", tmp_path / "run"
+    gemma3_with_images(
+        source, example_config("gemma3_text", vocab_size=257, logit_cap=None), "language_model.model.", ""
+    )
+    path = source / "model.safetensors"
+    tensors = stored(source)
+    save_file(tensors | {"audio_tower.norm.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["import", str(source), str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{path}: audio_tower.norm.weight is no tensor of this model, and would not be read; remove it"
+    save_file(tensors, path, metadata={"format": "pt"})
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(content | {"audio_config": {}}))
+    assert main(["import", str(source), str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{source}/config.json: audio_config={{}} is not known with model_type=gemma3; remove it if")
+    content["text_config"]["final_logit_softcapping"] = 30.0
+    (source / "config.json").write_text(json.dumps(content))
+    assert main(["import", str(source), str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = (
+        "text_config.final_logit_softcapping=30.0 is not possible with model_type=gemma3, whose class knows final_log"
+    )
+    assert line.startswith(f"{source}/config.json: {told}")
+
+
 def test_a_branch_of_imported_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_hf_model(tmp_path / "source", example_config("llama", vocab_size=257))
     imported(tmp_path / "source", tmp_path / "run")
