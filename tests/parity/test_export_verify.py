@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import launcher.commands.export
+import launcher.commands.verify_export
 from hf_folders import save_hf_model
 from launcher.cli import main
 from launcher.config.tree import RunConfig
@@ -121,6 +122,55 @@ def test_planted_a_nan_is_no_agreement(monkeypatch, capsys) -> None:
     write_run("llama")
     monkeypatch.setattr(launcher.commands.export, "to_hf", spoilt)
     assert "those of 8 of 8 rows of tokens differ by up to nan" in differs(capsys)
+
+
+def write_run_that_amplifies() -> None:
+    """Linear attention whose rates and gates come from numbers so large that fp32's rounding shows in the logits."""
+    config = RunConfig(model=example_config("qwen3_5_text", vocab_size=257))
+    model = build(config.model, 3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".attention.in_" in name:
+                weight *= 100
+    save_run(Path("run"), config, model, 5)
+
+
+def test_weights_that_amplify_rounding_are_held_to_fp64(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A right export: its fp32 logits in both programs are further apart than others', as rounding leaves them.
+
+    They were 1.6e-4 apart, theirs 1.6e-4 and ours 4e-5 from fp64 (2026-11-29). The bound is 2e-6 here, so that other
+    processors' rounding shows too.
+    """
+    write_run_that_amplifies()
+    monkeypatch.setattr(launcher.commands.verify_export, "TOLERANCE", 2e-6)
+    assert main(["export", "run", "out", "--verify"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "run -> out, and transformers computes the same from it\n"
+    assert "these weights amplify rounding: logits differ from those of transformers in fp32 by up to " in said.err
+    assert "but from those in fp64 by " in said.err and names() == {"run", "out"}
+
+
+@pytest.mark.parametrize("part", ["attention.in_v.weight", "attention.out.weight", "feed_forward.up.weight"])
+def test_planted_a_wrong_tensor_among_weights_that_amplify_rounding_is_told(part: str, monkeypatch, capsys) -> None:
+    def rolled(config, tensors):
+        return to_hf(config, ((name, each.roll(1, 0) if name.endswith(part) else each) for name, each in tensors))
+
+    write_run_that_amplifies()
+    monkeypatch.setattr(launcher.commands.export, "to_hf", rolled)
+    line = differs(capsys)
+    assert line.startswith("OUT=out has other logits in transformers than here: those of ")
+    assert " from its fp64, where its own fp32 differs by " in line
+
+
+def test_planted_rounding_that_transformers_has_not_is_told(monkeypatch, capsys) -> None:
+    """Weights in 16 bits on one side differ by less than a wrong tensor, and yet by more than fp32's rounding."""
+
+    def rounded(config, tensors):
+        return ((name, each.bfloat16().float()) for name, each in to_hf(config, tensors))
+
+    write_run_that_amplifies()
+    monkeypatch.setattr(launcher.commands.export, "to_hf", rounded)
+    assert " from its fp64, where its own fp32 differs by " in differs(capsys)
 
 
 def test_a_checkpoint_whose_logits_are_not_finite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
