@@ -1,5 +1,6 @@
 """`roundtable import`: making a run directory from a folder that Hugging Face transformers loads."""
 
+import json
 import os
 import shlex
 import shutil
@@ -26,6 +27,7 @@ from launcher.importing.tokenizer import begins_with_bos, load_tokenizer
 from launcher.importing.weights import Weights, has_mtp, match_weights
 from launcher.tables import size_text
 from launcher.training.run_parts import CHECKPOINTS
+from modeling.families.base_keys import settings_beside
 from modeling.families.family import family_of
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.manifest import ELEMENT_BYTES
@@ -62,6 +64,8 @@ def import_model(hf_dir: str, run_dir: str, *, drops_mtp: bool = False) -> None:
     weights = match_weights(model, folder, passes_over_further=drops_mtp)
     tokenizer = load_tokenizer(source, model.vocab_size)
     generation = read_generation_config(source)
+    for line in settings_beside(content, {} if generation is None else json.loads(generation)):
+        tell(f"{source / CONFIG_JSON}: {line}; write them to {GENERATION_JSON} to keep them")
     kept = {} if generation is None else {GENERATION_JSON: generation}
     if tokenizer is None:
         kept[TOKEN_IDS_JSON] = dump_token_ids(read_token_ids(source, content))

@@ -6,6 +6,7 @@ from typing import Any
 
 from modeling.config import FAMILIES, ModelConfig
 from modeling.expert_layers import told_once
+from modeling.families import base_keys
 from modeling.families.family import Family, Key, family_of, section_types
 from modeling.families.rope_json import from_rope_json, longest, to_rope_json
 from modeling.families.shared import is_count
@@ -30,6 +31,8 @@ EVERYWHERE = frozenset(
             "problem_type",
             "tokenizer_class",
         ),
+        *base_keys.PASSED_OVER,
+        *base_keys.GENERATION,
         "auto_map",  # code of the folder's own, which nobody runs: the class is transformers' own
         *("transformers.js_config", "unsloth_fixed", "unsloth_version"),  # of other programs
     }
@@ -132,7 +135,9 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
 
 def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     """One message for each key with another value than the only one that Roundtable can express."""
-    constants = {**family.constants, **family.beside, "architectures": [family.architecture]}
+    own = {*family.keys, *family.ignored, *family.passed_over}
+    base = {key: value for key, value in base_keys.DEFAULTS.items() if key not in own}
+    constants = {**base, **family.constants, **family.beside, "architectures": [family.architecture]}
     for key, constant in constants.items():
         value = content.get(key, family.defaults.get(key, constant))
         if value != constant and (key, value) != ("architectures", None):
@@ -174,6 +179,7 @@ def unknown_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str
     local = {family.local_rope_key} if family.local_rope_key else set()
     known = {
         *EVERYWHERE,
+        *base_keys.DEFAULTS,
         *local,
         family.length_key,
         *family.keys,

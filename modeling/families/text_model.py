@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from modeling.config import FAMILIES
+from modeling.families import base_keys
 from modeling.families.config_json import EVERYWHERE, QUANTIZED, REMEDY, InexpressibleConfig
 from modeling.families.family import Family, family_of
 from modeling.families.values import shown
@@ -16,7 +17,12 @@ AROUND = frozenset(
     }
 )
 # Keys beside text_config that are meant for it too, where it does not have them itself.
-OUTER = (*QUANTIZED, "auto_map", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+OUTER = (
+    *QUANTIZED,
+    *("auto_map", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *base_keys.DEFAULTS,
+    *base_keys.GENERATION,
+)
 
 
 def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from launcher.config.families import check_family
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters
 from modeling.expert_layers import told_once
+from modeling.families import base_keys
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
@@ -493,7 +494,34 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize(("family", "more"), BESIDE, ids=[f"{family} {min(more)}" for family, more in BESIDE])
+# The other keys of a config.json in which version 4.2x wrote all that its base class has.
+FULL_DUMP = {
+    **base_keys.DEFAULTS,
+    **base_keys.GENERATION,
+    "decoder_start_token_id": None,
+    "finetuning_task": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "chunk_size_feed_forward": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "label2id": {"LABEL_0": 0},
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "problem_type": None,
+    "return_dict": True,
+    "sep_token_id": None,
+    "task_specific_params": None,
+    "tf_legacy_loss": False,
+    "tokenizer_class": None,
+    "use_bfloat16": False,
+    "xla_device": None,
+}
+BESIDE += [(family, FULL_DUMP) for family in ("llama", "gpt2", "gemma2", "qwen3_5_text")]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), BESIDE, ids=[f"{family} {min(more)} {len(more)}" for family, more in BESIDE]
+)
 def test_keys_that_published_files_have_besides_change_nothing(family: FamilyName, more: dict[str, Any]) -> None:
     """Qwen3-Coder's, Qwen2.5's, SmolLM2's and others': neither here nor in what the class computes."""
     content = written(example_config(family))
@@ -563,6 +591,18 @@ def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, 
         del content["layer_types"]
     if key in family_of(family).keys:
         assert len(from_config_json({**content, key: 10**10}).full_attention_layers) <= 2
+
+
+def test_settings_of_generation_and_their_defaults_are_those_of_transformers() -> None:
+    theirs = GenerationConfig._get_default_generation_params()
+    assert {key: value for key, value in theirs.items() if key != "use_cache"} == base_keys.GENERATION
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_class_has_a_key_of_its_own_that_is_passed_over_as_its_base_s(family: FamilyName) -> None:
+    fields = {each.name for each in dataclasses.fields(type(AutoConfig.for_model(family)))}
+    told = {*family_of(family).keys, *family_of(family).constants, *family_of(family).passed_over}
+    assert not (fields - told) & {*base_keys.PASSED_OVER, *base_keys.GENERATION, *base_keys.DEFAULTS}
 
 
 def test_all_problems_at_once() -> None:

@@ -96,6 +96,31 @@ def test_code_that_config_json_names_is_not_run(here: Path, capsys: pytest.Captu
     assert "auto_map" not in json.loads(Path("again/config.json").read_text())
 
 
+SETTINGS = {"max_length": 4096, "do_sample": True, "temperature": 0.6, "top_p": 1.0, "num_beams": 1, "top_k": None}
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (None, "do_sample=true, max_length=4096, temperature=0.6"),
+        ({"do_sample": True, "temperature": 0.7}, "max_length=4096, temperature=0.6"),
+        ({"do_sample": True, "temperature": 0.6, "max_length": 4096}, None),
+    ],
+)
+def test_settings_of_generation_in_config_json_are_not_lost_silently(
+    kept: dict[str, Any] | None, told: str | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Old versions of transformers wrote them there, and 5 does not read them."""
+    Path("one/generation_config.json").unlink()
+    if kept is not None:
+        Path("one/generation_config.json").write_text(json.dumps(kept))
+    edit("one/config.json", lambda content: content.update(SETTINGS, torchscript=False, pruned_heads={}))
+    assert main(["import", "one", "runs/one"]) == 0
+    rule = "write them to generation_config.json to keep them"
+    line = f"one/config.json: settings of generation are not kept from here ({told}); {rule}\n"
+    assert capsys.readouterr().err == ("" if told is None else line)
+
+
 def test_a_tokenizer_of_code_that_config_json_names_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit("one/config.json", lambda content: content.update(auto_map={**CODE, "AutoTokenizer": "x--y.Z"}))
     lines = refused(capsys, "one")
