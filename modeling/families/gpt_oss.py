@@ -86,10 +86,11 @@ ROPE = {  # the class's rotary positions where a file gives none
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The content with layer_types and rotary positions.
 
-    Where it has none, every second layer has no window, and frequencies are scaled by YaRN.
+    Where it has none, every second layer has no window, and frequencies are scaled by YaRN. An empty rope_scaling is
+    none, an empty rope_parameters are plain positions.
     """
     types = types_by_interval({**DEFAULTS, **content}, 2)
-    is_told = any(content.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
+    is_told = bool(content.get("rope_scaling")) or content.get("rope_parameters") is not None  # as the class has it
     return {**content, "layer_types": types, **({} if is_told else {"rope_parameters": ROPE})}
 
 

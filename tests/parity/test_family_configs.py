@@ -19,7 +19,7 @@ from modeling.families import base_keys
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
-from modeling.rope_scaling import LinearScaling, Llama3Scaling
+from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from refused_models import REFUSED
 from rotating import some_fast
 from small_models import configs, example_config
@@ -475,6 +475,33 @@ def test_frequencies_of_gemma_3_s_larger_sizes_are_the_class_s() -> None:
     assert tables["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": config.rope_theta}
     assert tables["sliding_attention"] == {"rope_type": "default", "rope_theta": config.local_rope_theta}
     assert config.rope_scaling == LinearScaling(factor=8.0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"rope_scaling": {}},
+        {"rope_scaling": None},
+        {"rope_parameters": None},
+        {"rope_parameters": {}},
+        {"rope_scaling": {}, "rope_parameters": {}},
+        {"rope_scaling": {"rope_type": "default"}},
+        {"rope_scaling": {}, "rope_theta": 7.0},
+        {"rope_parameters": {}, "rope_theta": 7.0},
+    ],
+    ids=str,
+)
+def test_positions_of_gpt_oss_that_are_left_out_are_the_class_s(told: dict[str, Any]) -> None:
+    content = {"model_type": "gpt_oss", **told}
+    config, table = from_config_json(content), AutoConfig.for_model(**content).rope_parameters
+    scaling = config.rope_scaling
+    assert table["rope_theta"] == config.rope_theta
+    assert table["rope_type"] == ("default" if scaling is None else scaling.name)
+    if isinstance(scaling, YarnScaling):
+        ours = (scaling.factor, scaling.original_seq_len, scaling.beta_fast, scaling.beta_slow, scaling.truncate)
+        keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+        assert ours == tuple(table[key] for key in keys)
 
 
 BESIDE = [
