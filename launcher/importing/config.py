@@ -9,11 +9,13 @@ from data.config import DataConfig
 from launcher.config.ranges import ranges
 from launcher.config.rules import Precision, check, uneven_expert_widths
 from launcher.config.tree import RunConfig, TrainConfig
+from launcher.console import tell
 from launcher.errors import UserError
 from launcher.importing.folder import CONFIG_JSON
 from modeling.config import ModelConfig
 from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
 from modeling.families.family import family_of
+from modeling.families.qwen2 import CHUNKS, longest_in_chunks
 from modeling.families.text_model import text_model
 from modeling.rope_scaling import LongRopeScaling
 from parallel.checkpoint.schema import shorten
@@ -49,9 +51,25 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         told = (line.rpartition("; ")[0] or line for line in broken)
         raise UserError([f"{path / CONFIG_JSON}: {line}; {REMEDY}" for line in told])
     longest = read_seq_len(path, content)
+    chunk = longest_chunk(path, content)
+    if chunk is not None and chunk < longest:
+        told = f"{CHUNKS} is not computed, as transformers' class ignores it"
+        tell(f"{path / CONFIG_JSON}: {told}: it would change nothing up to data.seq_len={chunk}")
+        longest = chunk
     if isinstance(model.rope_scaling, LongRopeScaling):  # beyond it, factors depend on a pass's longest sequence
         return model, min(longest, model.rope_scaling.original_seq_len)
     return model, longest
+
+
+def longest_chunk(path: Path, content: Mapping[str, Any]) -> int | None:
+    """The longest sequence that dual chunk attention computes as plain attention; None where config.json has none.
+
+    Raises UserError where its table cannot be used.
+    """
+    try:
+        return longest_in_chunks(content)
+    except ValueError as error:
+        raise UserError([f"{path / CONFIG_JSON}: {error}; {REMEDY}"]) from None
 
 
 def read_seq_len(path: Path, content: Mapping[str, Any]) -> int:

@@ -19,7 +19,9 @@ from modeling.families.shared import (
     WINDOW,
     types_from_first_window,
 )
+from modeling.families.values import checked, shown
 
+CHUNKS = "dual_chunk_attention_config"  # a key of Qwen2.5-1M's files
 DEFAULTS = {
     **DECODER_DEFAULTS,
     "hidden_size": 4096,
@@ -42,6 +44,29 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**content, "sliding_window": window, "layer_types": types_from_first_window(values, window)}
 
 
+def longest_in_chunks(content: Mapping[str, Any]) -> int | None:
+    """The longest sequence in which dual chunk attention (arXiv:2402.17463) computes what plain attention computes.
+
+    It is a chunk without the tokens that two chunks share; None where config.json has none. Positions of longer
+    sequences are told otherwise there, which transformers' class ignores. ValueError where the table has other keys.
+    """
+    table = content.get(CHUNKS)
+    if table is None:
+        return None
+    keys = {"chunk_size", "local_size", "original_max_position_embeddings"}
+    rule = f"{CHUNKS}={shown(table)} is not possible: it must have {', '.join(sorted(keys))} alone"
+    if not isinstance(table, dict) or table.keys() != keys:
+        raise ValueError(rule)
+    try:
+        sizes = {key: checked(table[key], int) for key in keys}
+    except ValueError as error:
+        raise ValueError(f"{rule}, and {error}") from None
+    longest = min(sizes["chunk_size"] - sizes["local_size"], sizes["original_max_position_embeddings"])
+    if sizes["local_size"] < 0 or longest < 1:
+        raise ValueError(f"{rule}, with local_size below chunk_size")
+    return longest
+
+
 FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     weights={**DECODER, **ATTENTION, **QKV_BIAS, **FEED_FORWARD},
@@ -55,6 +80,8 @@ FAMILY = Family(
     constants=DECODER_CONSTANTS,
     ignored={},
     beside={"use_mrope": False},  # the files of Qwen2.5's smaller sizes have it
+    # Qwen2.5-1M's: within its chunks this is plain attention, and an import's sequences are no longer than that
+    passed_over=frozenset({CHUNKS}),
     defaults=DEFAULTS,
     completed=completed,
     # models/qwen2: d_model / n_heads channels a head; q, k and v always have biases, o never.

@@ -429,6 +429,42 @@ def test_another_name_of_a_class_is_read(tmp_path: Path) -> None:
     assert json.loads((again / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
+CHUNKS = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 40}
+
+
+def test_dual_chunk_attention_is_plain_up_to_the_length_that_an_import_takes(tmp_path: Path, capsys) -> None:
+    """Qwen2.5-1M's files have it: the class ignores it, and vLLM computes it, alike within one chunk."""
+    source, out = tmp_path / "source", tmp_path / "run"
+    save_hf_model(source, example_config("qwen2", vocab_size=257))
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"dual_chunk_attention_config": CHUNKS}))
+    capsys.readouterr()
+    assert imported(source, out).config.data.seq_len == 32
+    rule = "dual_chunk_attention_config is not computed, as transformers' class ignores it"
+    assert capsys.readouterr().err == f"{path}: {rule}: it would change nothing up to data.seq_len=32\n"
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(tmp_path / "again"), "--verify"]) == 0
+    again = json.loads((tmp_path / "again/config.json").read_text())
+    assert again["max_position_embeddings"] == 32 and "dual_chunk_attention_config" not in again
+
+
+@pytest.mark.parametrize(
+    "table",
+    [3, {}, CHUNKS | {"sparse_attention_enabled": True}, CHUNKS | {"local_size": 40}, CHUNKS | {"chunk_size": "x"}],
+)
+def test_a_dual_chunk_attention_that_nobody_knows_is_refused(table: object, tmp_path: Path, capsys) -> None:
+    source = tmp_path / "source"
+    save_hf_model(source, example_config("qwen2", vocab_size=257))
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dual_chunk_attention_config": table}))
+    capsys.readouterr()
+    assert main(["import", str(source), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: dual_chunk_attention_config={json.dumps(table)[:20]}")
+    assert "chunk_size, local_size, original_max_position_embeddings alone" in line
+
+
 TEXT_MODELS: list[tuple[FamilyName, str]] = [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
 
 
