@@ -41,6 +41,7 @@ FamilyName = Literal[
     "exaone4",
     "olmo2",
     "olmo3",
+    "gemma",
     "gemma2",
     "gemma3_text",
     "mixtral",

@@ -517,6 +517,7 @@ BESIDE = [
     ("ernie4_5_moe", {"moe_gate": "topk", "use_rmsnorm": True}),
     ("dots1", {"use_sliding_window": False}),
     ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
     ("gemma2", {"_attn_implementation": "eager", "sliding_window_size": 4096}),
 ]
 

@@ -124,4 +124,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true is not possible with model.family=stablelm"),
     ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout=0.1 is not possible with model.family=stablelm"),
     ("stablelm", {"num_key_value_heads": "4"}, 'num_key_value_heads="4" is not possible with model.family=stablelm: it must be int; '),
+    ("gemma", {"hidden_act": "relu"}, 'hidden_act="relu" is not possible with model.family=gemma, which knows hidden_act="gelu_pytorch_tanh" alone; '),
+    ("gemma", {"hidden_activation": "gelu"}, 'hidden_activation="gelu" is not possible with model.family=gemma'),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not possible with model.family=gemma"),
+    ("gemma", {"sliding_window": 8}, "sliding_window=8 is not known with model.family=gemma; "),
 ]  # fmt: skip
