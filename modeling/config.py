@@ -38,6 +38,7 @@ FamilyName = Literal[
     "ernie4_5",
     "starcoder2",
     "stablelm",
+    "cwm",
     "exaone4",
     "olmo2",
     "olmo3",

@@ -76,11 +76,19 @@ def to_config_json(config: ModelConfig, seq_len: int, special: SpecialTokens, dt
         family.length_key: longest(config, seq_len),
         "dtype": dtype,
         "torch_dtype": dtype,
-        "bos_token_id": special.bos,
+        "bos_token_id": first_token(special) if family.needs_bos else special.bos,
         "eos_token_id": special.eos,
         "pad_token_id": special.pad,
         "use_cache": True,
     }
+
+
+def first_token(special: SpecialTokens) -> int:
+    """The id that a text may begin with: BOS, or else the (first) EOS, which ends the text before it, or else 0."""
+    if special.bos is not None:
+        return special.bos
+    eos = special.eos if isinstance(special.eos, tuple) else (special.eos,)
+    return next((each for each in eos if each is not None), 0)
 
 
 def written(config: ModelConfig, key: str | Key) -> Any:

@@ -54,6 +54,7 @@ class Family:
     beside: Mapping[str, Any] = field(default_factory=dict)
     rope_passed_over: frozenset[str] = frozenset()  # such keys within rope_parameters
     defaults: Mapping[str, Any]  # the class's value of a key that is left out, where that is not the constant
+    needs_bos: bool = False  # the class refuses a bos_token_id of null; that of EOS is written where there is no BOS
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names that the class reads -> keys
     allowed: Mapping[str, tuple[Any, ...]]  # our field -> the values that the class can express
     at_least: Mapping[str, int] = field(default_factory=dict)  # our field -> the smallest number that works

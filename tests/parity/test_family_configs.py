@@ -19,7 +19,7 @@ from modeling.families import base_keys
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
-from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from modeling.rope_scaling import LinearScaling, Llama3Scaling
 from refused_models import REFUSED
 from rotating import some_fast
 from small_models import configs, example_config
@@ -492,16 +492,17 @@ def test_frequencies_of_gemma_3_s_larger_sizes_are_the_class_s() -> None:
     ],
     ids=str,
 )
-def test_positions_of_gpt_oss_that_are_left_out_are_the_class_s(told: dict[str, Any]) -> None:
-    content = {"model_type": "gpt_oss", **told}
+@pytest.mark.parametrize("family", ["gpt_oss", "cwm"])
+def test_positions_that_are_left_out_are_the_class_s(family: FamilyName, told: dict[str, Any]) -> None:
+    content = {"model_type": family, **told}
     config, table = from_config_json(content), AutoConfig.for_model(**content).rope_parameters
     scaling = config.rope_scaling
     assert table["rope_theta"] == config.rope_theta
     assert table["rope_type"] == ("default" if scaling is None else scaling.name)
-    if isinstance(scaling, YarnScaling):
-        ours = (scaling.factor, scaling.original_seq_len, scaling.beta_fast, scaling.beta_slow, scaling.truncate)
-        keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
-        assert ours == tuple(table[key] for key in keys)
+    names = {"original_seq_len": "original_max_position_embeddings"}
+    for each in () if scaling is None else dataclasses.fields(scaling):
+        key = names.get(each.name, each.name)
+        assert each.name == "name" or table.get(key) == getattr(scaling, each.name), key
 
 
 BESIDE = [
@@ -608,6 +609,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
         "mellum",
         "granite_swa",
         "granitemoe_swa",
+        "cwm",
     ],
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])

@@ -305,6 +305,18 @@ def test_ids_of_special_tokens_are_kept_without_a_tokenizer(tmp_path: Path) -> N
     assert loaded(tmp_path / "again").generation_config.eos_token_id == [5, 7]
 
 
+@pytest.mark.parametrize("eos", [None, 5])
+def test_a_cwm_without_a_beginning_of_text_has_its_end_there(eos: int | None, tmp_path: Path) -> None:
+    """Its class refuses null, and where the key is left out it has an id beyond a small vocabulary."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    save_hf_model(source, example_config("cwm", vocab_size=257), special=SpecialTokens(eos=eos), tokenizer=False)
+    imported(source, out)
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+    assert json.loads((again / "config.json").read_text())["bos_token_id"] == (eos or 0)
+    several = SpecialTokens(eos=(7, 9))
+    assert to_config_json(example_config("cwm"), SEQ_LEN, several, "float32")["bos_token_id"] == 7
+
+
 def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     save_hf_model(source, example_config("llama"), tokenizer=False)
