@@ -159,7 +159,7 @@ def test_planted_a_wrong_tensor_among_weights_that_amplify_rounding_is_told(part
     monkeypatch.setattr(launcher.commands.export, "to_hf", rolled)
     line = differs(capsys)
     assert line.startswith("OUT=out has other logits in transformers than here: those of ")
-    assert " from its fp64, where its own fp32 differs by " in line
+    assert ", from transformers in fp64, where its own fp32 differs by " in line
 
 
 def test_planted_rounding_that_transformers_has_not_is_told(monkeypatch, capsys) -> None:
@@ -170,7 +170,7 @@ def test_planted_rounding_that_transformers_has_not_is_told(monkeypatch, capsys)
 
     write_run_that_amplifies()
     monkeypatch.setattr(launcher.commands.export, "to_hf", rounded)
-    assert " from its fp64, where its own fp32 differs by " in differs(capsys)
+    assert ", from transformers in fp64, where its own fp32 differs by " in differs(capsys)
 
 
 def test_a_checkpoint_whose_logits_are_not_finite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
