@@ -57,7 +57,7 @@ def differs(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["export", "run", "out", "--verify", *options]) == 1
     told = capsys.readouterr()
     assert told.out == "" and names() == {"run"}
-    (line,) = (line for line in told.err.splitlines() if "AutoTokenizer takes" not in line)
+    (line,) = (line for line in told.err.splitlines() if "AutoTokenizer loads" not in line)
     assert line.endswith("; nothing was kept: please report it with the run's config.yaml")
     return line
 
@@ -145,7 +145,7 @@ def test_weights_that_amplify_rounding_are_held_to_fp64(monkeypatch, capsys: pyt
     monkeypatch.setattr(launcher.commands.verify_export, "TOLERANCE", 2e-6)
     assert main(["export", "run", "out", "--verify"]) == 0
     said = capsys.readouterr()
-    assert said.out == "run -> out, and transformers computes the same from it\n"
+    assert said.out == "run -> out; transformers computes the same logits from it\n"
     assert "these weights amplify rounding: logits differ from those of transformers in fp32 by up to " in said.err
     assert "but from those in fp64 by " in said.err and names() == {"run", "out"}
 
@@ -158,7 +158,7 @@ def test_planted_a_wrong_tensor_among_weights_that_amplify_rounding_is_told(part
     write_run_that_amplifies()
     monkeypatch.setattr(launcher.commands.export, "to_hf", rolled)
     line = differs(capsys)
-    assert line.startswith("OUT=out has other logits in transformers than here: those of ")
+    assert line.startswith("OUT=out gives different logits in transformers and in Roundtable: those of ")
     assert ", from transformers in fp64, where its own fp32 differs by " in line
 
 
