@@ -20,7 +20,8 @@ BLOCK_BYTES = 4096  # writes that bypass the page cache begin and end at multipl
 SMALLEST_DIRECT = 1 << 20  # bytes of a write; smaller ones go through the page cache
 NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 AHEAD_BYTES = 16 << 20  # how far ahead of a reader the disk is asked to read
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2: paths from the current folder; each name gets the other's
+AT_FDCWD = -100  # of Linux's renameat2: paths are relative to the current folder
+RENAME_EXCHANGE = 2  # of the same: each of the two names gets the other's file
 
 
 class LocalOutput:

@@ -91,7 +91,7 @@ def test_doing_what_the_lines_say_ends_in_a_config_that_passes(load, family, cha
         if not lines:
             return
         for line in lines:
-            key, value = re.findall(r"; try (?:(\S+)=)?([^ ,]+)", line)[0]
+            key, value = re.findall(r"; try (?:([^\s=]+)=)?(\[[^\]]*\]|[^ ,]+)", line)[0]
             changes[key or line.partition("=")[0]] = value
     pytest.fail(f"still refused after six rounds: {lines}")
 

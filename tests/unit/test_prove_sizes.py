@@ -70,6 +70,8 @@ REASONS = {
     "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",
     "parallel.checkpoint.local.LocalOutput.__init__: 438": "permissions",
+    "parallel.checkpoint.local.AT_FDCWD": "the system call's",
+    "parallel.checkpoint.local.RENAME_EXCHANGE": "the system call's",
     "parallel.checkpoint.store.MOST_DIGITS": REFUSAL,
     "parallel.checkpoint.store.MOST_OWNER": REFUSAL,
     "parallel.checkpoint.manifest.ELEMENT_BYTES": "bytes of an element",

@@ -93,7 +93,7 @@ def test_the_jobs_number_is_found_in_what_a_sites_own_sbatch_prints(folder, caps
     talks = 'printf "Welcome to the cluster\\n--> Verifying the queue...OK\\n\\n41;big\\n"'
     write_programs(folder / "bin", {"sbatch": f'[ "$1" = --test-only ] || {talks}'})
     assert submit() == 0
-    assert capsys.readouterr().out.startswith("job 41: 1 nodes x 1 processes train runs/run\n")
+    assert capsys.readouterr().out.startswith("job 41: trains runs/run on 1 node, 1 process on each\n")
 
 
 def test_the_users_own_choice_of_what_slurm_lists_hides_no_job(folder, monkeypatch):
