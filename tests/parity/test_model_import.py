@@ -561,9 +561,7 @@ def gemma3_with_images(source: Path, config: ModelConfig, prefix: str, beside: s
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     around |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": 0.02}
     around |= {"vision_config": {**vision, "image_size": 14, "patch_size": 14}}
-    whole = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**around, text_config=kept), trust_remote_code=False
-    )
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**around, text_config=kept), trust_remote_code=False)
     (source / "config.json").write_text(json.dumps({**around, "text_config": kept}))
     images = {name.removeprefix("model."): each for name, each in whole.state_dict().items() if "vision" in name}
     images |= {"multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(16)}

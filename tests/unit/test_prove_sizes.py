@@ -70,6 +70,7 @@ REASONS = {
     "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",
     "parallel.checkpoint.local.LocalOutput.__init__: 438": "permissions",
+    "parallel.processes.device.why_unseen: 300": "how much of an error is quoted",
     "parallel.checkpoint.local.AT_FDCWD": "the system call's",
     "parallel.checkpoint.local.RENAME_EXCHANGE": "the system call's",
     "parallel.checkpoint.store.MOST_DIGITS": REFUSAL,
