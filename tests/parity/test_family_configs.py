@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from hf_folders import config_json_of
 from launcher.config.families import check_family
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters
@@ -83,11 +84,6 @@ def published_row(name: str) -> dict[str, Any]:
     return PUBLISHED[name]
 
 
-def written(config: ModelConfig) -> dict[str, Any]:
-    """config.json as a file has it."""
-    return json.loads(json.dumps(to_config_json(config, 64, SpecialTokens(eos=5), "bfloat16")))
-
-
 def problems(content: dict[str, Any]) -> list[str]:
     """The lines that reading ``content`` is refused with; none where it is a model."""
     try:
@@ -134,7 +130,7 @@ def test_config_there_and_back(family: FamilyName) -> None:
     @FEW
     @given(config=configs(family, predicts_further=True))
     def check(config: ModelConfig) -> None:
-        assert from_config_json(written(config)) == computed(config)
+        assert from_config_json(config_json_of(config)) == computed(config)
 
     check()
 
@@ -146,7 +142,7 @@ def test_what_transformers_saves_is_read(family: FamilyName, tmp_path) -> None:
     @FEW
     @given(config=configs(family, predicts_further=True))
     def check(config: ModelConfig) -> None:
-        AutoConfig.for_model(**written(config)).save_pretrained(tmp_path)
+        AutoConfig.for_model(**config_json_of(config)).save_pretrained(tmp_path)
         assert from_config_json(json.loads((tmp_path / "config.json").read_text())) == computed(config)
 
     check()
@@ -253,7 +249,7 @@ def test_every_family_that_version_4_lacks_is_told_on_the_page() -> None:
 
 @pytest.mark.parametrize(("family", "change", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED])
 def test_a_model_beyond_ours_is_refused(family: FamilyName, change: dict[str, Any], told: str) -> None:
-    lines = problems(written(example_config(family)) | change)
+    lines = problems(config_json_of(example_config(family)) | change)
     assert len(lines) == 1
     assert told in lines[0]
     assert lines[0].startswith("config.json: ") and "; " in lines[0] and lines[0].isprintable() and len(lines[0]) < 300
@@ -272,197 +268,8 @@ def test_what_only_version_4_writes_is_read(family: FamilyName, more: dict[str, 
     assert from_config_json(content | more) == from_config_json(content)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-@pytest.mark.parametrize(
-    ("listed", "step", "fields"),
-    [
-        ([], 1, (0, 1, ())),
-        ([1, 0, 1], 1, (2, 1, ())),
-        ([2, 0, 9], 1, (1, 1, (2,))),
-        ([], 2, (0, 2, ())),
-        ([0, 3], 2, (0, 2, (3,))),
-        ([0, 1, 2], 2, (2, 2, ())),
-        ([1, 3], 2, (4, 2, ())),
-        ([2], 5, (4, 1, ())),
-    ],
-)
-def test_layers_without_experts_are_those_of_the_class(family: FamilyName, listed, step, fields) -> None:
-    """Of four layers: each is told once, by the field that says it shortest, as the class builds them."""
-    changes = {"num_hidden_layers": 4, "mlp_only_layers": listed, "decoder_sparse_step": step}
-    content = {**written(example_config(family)), **changes}
-    content.pop("layer_types", None)
-    config = from_config_json(content)
-    assert config.moe is not None and not [*config.problems()]
-    assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
-    again = from_config_json(written(config))
-    assert again.moe == config.moe and written(again)["mlp_only_layers"] == written(config)["mlp_only_layers"]
-    assert all((layer + 1) % fields[1] == 0 for layer in written(config)["mlp_only_layers"])
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
-    has_router = [hasattr(layer.mlp, "gate") for layer in theirs.model.layers]
-    assert [config.is_moe_layer(layer) for layer in range(4)] == has_router
-    assert config.n_moe_layers == sum(has_router)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "fields"),
-    [
-        (None, (1, ())),
-        (["sparse"] * 4, (0, ())),
-        (["sparse", "dense", "sparse", "sparse"], (0, (1,))),
-        (["dense", "dense", "sparse", "dense"], (2, (3,))),
-        (["dense"] * 4, (4, ())),
-    ],
-)
-def test_layers_without_experts_of_glm4_moe_lite_are_those_of_the_class(kinds, fields) -> None:
-    """Its list counts, whatever the number of leading layers beside it says, which is written for other programs."""
-    content = {**written(example_config("glm4_moe_lite")), "num_hidden_layers": 4, "mlp_layer_types": kinds}
-    config = from_config_json({**content, "first_k_dense_replace": 3})
-    assert config.moe is not None and not [*config.problems()]
-    assert (config.moe.n_dense_layers, config.moe.dense_layers) == fields
-    assert written(config)["first_k_dense_replace"] == fields[0]
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
-    assert [config.is_moe_layer(layer) for layer in range(4)] == [
-        hasattr(layer.mlp, "gate") for layer in theirs.model.layers
-    ]
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "dense"),
-    [
-        ("exaone_moe", {}, [0]),
-        ("exaone_moe", {"first_k_dense_replace": 2}, [0, 1]),
-        ("exaone_moe", {"first_k_dense_replace": 10**10}, [0, 1, 2]),
-        ("exaone_moe", {"first_k_dense_replace": -1}, []),
-        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
-        ("mellum", {}, []),
-        ("mellum", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [1]),
-        ("hy_v3", {}, [0]),
-        ("hy_v3", {"mlp_layer_types": ["dense", "sparse", "dense"]}, [0, 2]),
-    ],
-)
-def test_dense_layers_are_those_of_the_class(family: FamilyName, changes: dict[str, Any], dense: list[int]) -> None:
-    """Of three layers."""
-    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
-    content = {**written(example_config(family)), **lists, "num_hidden_layers": 3, **changes}
-    config = from_config_json(content)
-    assert not [*config.problems(), *check_family(config)]
-    assert [layer for layer in range(3) if not config.is_moe_layer(layer)] == dense
-    assert from_config_json(written(config)) == config
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
-    assert [layer for layer in range(3) if not hasattr(theirs.model.layers[layer].mlp, "gate")] == dense
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({}, 1.0),
-        ({"rotary_dim": None}, 1.0),
-        ({"rotary_dim": 4}, 0.25),
-        ({"rotary_dim": 4, "rope_parameters": {"rope_theta": 100.0}}, 0.25),
-        ({"rotary_dim": 4, "partial_rotary_factor": 0.5}, 0.5),
-        ({"rotary_dim": 4, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}}, 0.5),
-    ],
-)
-def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str, Any], part: float) -> None:
-    """Of heads of 16 channels: the published files tell their number alone."""
-    content = written(example_config("minimax_m2"))
-    assert content["rotary_dim"] == 16 * content["partial_rotary_factor"]
-    for key in ("rotary_dim", "partial_rotary_factor", "rope_parameters"):
-        del content[key]
-    content |= changes
-    assert AutoConfig.for_model(**content).rope_parameters.get("partial_rotary_factor", 1.0) == part
-    assert from_config_json(content).rope_fraction == part
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("ministral", {"sliding_window": 5}),
-        ("ministral", {"sliding_window": None}),
-        ("granitemoe_swa", {}),
-        ("granite_swa", {}),
-        ("mellum", {}),
-        ("exaone_moe", {}),
-        ("exaone_moe", {"sliding_window_pattern": 2}),
-        ("exaone4", {}),
-        ("exaone4", {"sliding_window_pattern": 2}),
-        ("exaone4", {"sliding_window_pattern": 1}),
-    ],
-)
-def test_windows_that_are_not_told_are_those_of_the_class(family: FamilyName, changes: dict[str, Any]) -> None:
-    """Of five layers, where every list of what layers are is left out."""
-    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
-    content = {**written(example_config(family)), **lists, "num_hidden_layers": 5, **changes}
-    config = from_config_json(content)
-    kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(5)]
-    assert kinds == AutoConfig.for_model(**content).layer_types
-
-
-@pytest.mark.parametrize(
-    ("family", "window", "full", "turning"),
-    [
-        ("exaone4", 5, (1,), [True, False, True]),
-        ("exaone4", 5, (), [True, True, True]),
-        ("exaone4", 5, (0, 1, 2), [False, False, False]),
-        ("exaone4", None, (0, 1, 2), [True, True, True]),
-        ("exaone_moe", 5, (1,), [True, False, True]),
-        ("exaone_moe", 5, (0, 1, 2), [False, False, False]),
-    ],
-)
-def test_layers_that_turn_are_those_of_the_class(
-    family: FamilyName, window: int | None, full: tuple[int, ...], turning: list[bool]
-) -> None:
-    """EXAONE's turn under a window, and everywhere where there is no window at all; one that no layer has stops all."""
-    lists = dict.fromkeys({*LISTS} & family_of(family).keys.keys())
-    types = {"layer_types": ["full_attention" if layer in full else "sliding_attention" for layer in range(3)]}
-    more = {**types, "num_hidden_layers": 3, "sliding_window": window}
-    content = {**written(example_config(family)), **lists, **more, "sliding_window_pattern": "LLLG"}
-    config = from_config_json(content)
-    assert not [*config.problems(), *check_family(config)]
-    assert [config.rope_dim_of(layer) > 0 for layer in range(3)] == turning
-    assert from_config_json(written(config)) == config
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
-    attentions = [layer.self_attn for layer in theirs.model.layers]
-    assert [each.sliding_window is None or each.is_sliding for each in attentions] == turning
-
-
-@pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa"])
-@pytest.mark.parametrize(
-    ("listed", "base", "still"),
-    [
-        (None, 123.0, ()),
-        ([500, 500.0, 500.0], 500.0, ()),
-        ([0, 500.0, 500.0], 500.0, (0,)),
-        ([0, 0.0, 0], 123.0, (0, 1, 2)),
-    ],
-)
-def test_bases_of_layers_are_those_of_the_class(family: FamilyName, listed, base: float, still) -> None:
-    """Of three layers: a base of 0 is that of a layer in which nothing turns, the others count before rope_theta."""
-    more = {"num_hidden_layers": 3, "layer_types": None, "layer_rope_theta": listed}
-    content = {**written(example_config(family, rope_theta=123.0)), **more}
-    config = from_config_json(content)
-    assert not [*config.problems(), *check_family(config)]
-    assert (config.rope_theta, config.nope_layers) == (base, still)
-    assert from_config_json(written(config)) == config
-    bases = [0.0 if layer in still else base for layer in range(3)]
-    assert AutoConfig.for_model(**content).layer_rope_theta == bases
-
-
-@pytest.mark.parametrize(("window", "first"), [(4096, 62), (5, 0), (5, 1), (None, 1)])
-def test_windows_of_dots1_are_those_of_the_class(window: int | None, first: int) -> None:
-    content = {**written(example_config("dots1")), "layer_types": None, "sliding_window": window}
-    content |= {"num_hidden_layers": 3, "max_window_layers": first}
-    config = from_config_json(content)
-    kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(3)]
-    assert kinds == AutoConfig.for_model(**content).layer_types
-
-
 def test_keys_of_published_files_that_the_class_does_not_look_at_are_passed_over() -> None:
-    content = written(example_config("minimax_m2"))
+    content = config_json_of(example_config("minimax_m2"))
     more = {"attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
     more |= {"mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid", "layernorm_mlp_beta": 1.0}
     assert from_config_json(content | more) == from_config_json(content)
@@ -553,7 +360,7 @@ BESIDE += [(family, FULL_DUMP) for family in ("llama", "gpt2", "gemma2", "qwen3_
 )
 def test_keys_that_published_files_have_besides_change_nothing(family: FamilyName, more: dict[str, Any]) -> None:
     """Qwen3-Coder's, Qwen2.5's, SmolLM2's and others': neither here nor in what the class computes."""
-    content = written(example_config(family))
+    content = config_json_of(example_config(family))
     assert from_config_json(content | more) == from_config_json(content)
     tokens_BS = torch.arange(12).view(1, 12)
     logits_BSV = []
@@ -582,11 +389,11 @@ def test_keys_that_published_files_have_besides_change_nothing(family: FamilyNam
 def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, step: int, fields) -> None:
     """ERNIE's, of four layers."""
     told = {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": step}
-    content = {**written(example_config("ernie4_5_moe")), "num_hidden_layers": 4, **told}
+    content = {**config_json_of(example_config("ernie4_5_moe")), "num_hidden_layers": 4, **told}
     config = from_config_json(content)
     assert config.moe is not None and not [*config.problems(), *check_family(config)]
     assert (config.moe.n_dense_layers, config.moe.every_n_layers, config.moe.dense_layers) == fields
-    assert from_config_json(written(config)).moe == config.moe
+    assert from_config_json(config_json_of(config)).moe == config.moe
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
     assert [config.is_moe_layer(layer) for layer in range(4)] == [
@@ -616,7 +423,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
 def test_a_number_of_layers_that_no_model_has_makes_no_list(family: FamilyName, key: str) -> None:
     """Ten thousand million: what would follow from it is left out, and model.n_layers' own range refuses it."""
     window = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8}
-    content = {**written(example_config(family)), **(window if family == "qwen2" else {"layer_types": None})}
+    content = {**config_json_of(example_config(family)), **(window if family == "qwen2" else {"layer_types": None})}
     if "layer_types" not in family_of(family).keys:
         del content["layer_types"]
     if key in family_of(family).keys:
@@ -636,7 +443,7 @@ def test_no_class_has_a_key_of_its_own_that_is_passed_over_as_its_base_s(family:
 
 
 def test_all_problems_at_once() -> None:
-    content = written(example_config("mixtral")) | {
+    content = config_json_of(example_config("mixtral")) | {
         "hidden_size": None,
         "vocab_size": 1.5,
         "x": 1,
