@@ -52,21 +52,11 @@ def offer_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def all_keys() -> list[str]:
     """Every dotted key of a plain value, of a list, or of a section that may be null; none below ``data.sources``."""
+    from launcher.config.schema import leaf_keys
     from launcher.config.tree import RunConfig
 
-    return list(dict.fromkeys(key for key in _settable_keys(RunConfig) if not key.startswith("data.sources.")))
-
-
-def _settable_keys(section: type, prefix: str = "") -> Iterator[str]:
-    """The keys below ``section`` whose values fit one word; of a section that may be null that is ``null``."""
-    from launcher.config.schema import alternatives, field_hints, is_nullable, item_hint
-
-    for name, hint in field_hints(section).items():
-        sections = alternatives(item_hint(hint) or hint)
-        if not sections or is_nullable(hint):
-            yield prefix + name
-        for each in sections:
-            yield from _settable_keys(each, f"{prefix}{name}.")
+    keys = leaf_keys(RunConfig, with_nullable=True)
+    return list(dict.fromkeys(key for key in keys if not key.startswith("data.sources.")))
 
 
 def values_of(key: str) -> list[str]:

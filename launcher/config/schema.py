@@ -78,14 +78,17 @@ def hint_at(root: type, keys: Sequence[str]) -> Any:
     return hint
 
 
-def leaf_keys(section: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key below ``section`` that holds a plain value, over all alternatives; list items without index."""
+def leaf_keys(section: type, prefix: str = "", *, with_nullable: bool = False) -> Iterator[str]:
+    """Every dotted key below ``section`` that holds a plain value, over all alternatives; list items without index.
+
+    ``with_nullable``: also the keys of sections that may be null.
+    """
     for name, hint in field_hints(section).items():
         inner = item_hint(hint) if item_hint(hint) is not None else hint
-        if not alternatives(inner):
+        if not alternatives(inner) or (with_nullable and is_nullable(hint)):
             yield prefix + name
         for alternative in alternatives(inner):
-            yield from leaf_keys(alternative, f"{prefix}{name}.")
+            yield from leaf_keys(alternative, f"{prefix}{name}.", with_nullable=with_nullable)
 
 
 _PLAIN = {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}

@@ -25,7 +25,7 @@ RUNS_DIR = Path("runs")
 
 
 def read_text_model(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json in the words of the class, of a model with images the part about text. Raises UserError."""
+    """The config.json of the text model (``modeling.families.text_model``). Raises UserError where it is unusable."""
     try:
         return text_model(content)
     except InexpressibleConfig as error:

@@ -15,7 +15,7 @@ from launcher.slurm.script import COMMENT, RUNS
 from launcher.slurm.shell import default_partition, for_sbatch
 from launcher.training.run_parts import SLURM, check_parts
 
-NOT_NOW = "Requested node configuration is not available"  # now, or ever
+NOT_NOW = "Requested node configuration is not available"  # Slurm's message where nodes are down, and where none fit
 SECONDS = 60  # timeout of a command: a busy slurmctld may take long to answer, one that is down never does
 
 

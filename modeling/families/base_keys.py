@@ -1,7 +1,7 @@
-"""Keys of config.json that belong to no class: those of the base of all config classes, and of generation.
+"""Keys of config.json that all config classes share: those of their base class, and settings of generation.
 
-Versions of transformers before 4.5x wrote them all to each file, whatever their values. They say nothing of what a
-decoder computes, or have one value with which they say nothing.
+Old versions of transformers 4 wrote all of them to each file. They do not change what a decoder computes, or do not at
+one value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,14 @@ from typing import Any
 
 from modeling.families.values import shown
 
-# Of the base class: passed over whatever they say.
+# Keys of the base class that are ignored at any value.
 PASSED_OVER = frozenset(
     {
         *("decoder_start_token_id", "finetuning_task", "gradient_checkpointing", "is_decoder", "num_labels"),
         *("sep_token_id", "task_specific_params", "tf_legacy_loss", "use_bfloat16", "xla_device"),
     }
 )
-# Of the base class, with the only value that changes nothing.
+# Keys of the base class, with the only value that changes nothing.
 DEFAULTS: dict[str, Any] = {
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,

@@ -17,7 +17,7 @@ from modeling.families.shared import (
     HEAD_KEYS,
     LAYER_TYPES,
     WINDOW,
-    told_by_pattern,
+    types_from_first_full,
 )
 
 DEFAULTS = {
@@ -35,7 +35,7 @@ DEFAULTS = {
     "sliding_window": 8192,
     "vocab_size": 128256,
 }
-ROPE = {  # what the class takes where nothing is said of frequencies but their base, at which it does not look then
+ROPE = {  # the class's default where a file has no rope_parameters; it then ignores rope_theta
     "rope_type": "llama3",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -51,10 +51,7 @@ def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     Where it has no types, the first of each four layers has no window; where it has no positions, they are the class's
     own, and frequencies are scaled. An empty rope_scaling is none, an empty rope_parameters are plain positions.
     """
-    values = {**DEFAULTS, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(0, n_layers, 4))
+    types = types_from_first_full({**DEFAULTS, **content})
     is_told = content.get("rope_scaling") or content.get("rope_parameters") is not None
     return {**content, "layer_types": types, **({} if is_told else {"rope_parameters": ROPE})}
 

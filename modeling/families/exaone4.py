@@ -1,4 +1,4 @@
-"""EXAONE 4.0 (arXiv:2507.11407): blocks normed after, each head normed, turned where it has a window."""
+"""EXAONE 4.0 (arXiv:2507.11407): norms of blocks' outputs, QK norm, and rotation in layers with a window alone."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +41,11 @@ PATTERN = interval_key(DEFAULTS["sliding_window_pattern"])
 
 
 def window(config: ModelConfig) -> int | None:
-    """Its window as a file has it. Attention turns where there is none at all, so one that no layer has stops all."""
+    """The value of sliding_window in a file.
+
+    The class rotates in all layers if there is no window, and otherwise in the layers that have it. So a model without
+    a window and without rotation is written with a window that no layer has.
+    """
     return 4096 if config.nope_layers and config.sliding_window is None else config.sliding_window
 
 
@@ -52,25 +56,28 @@ HYBRID_KEYS: dict[str, str | Key] = {
         read=lambda width: {"sliding_window": width, "nope_layers": () if width is None else (0,)},  # then `still`
     ),
     "layer_types": LAYER_TYPES,
-    # which the class itself makes 0 without a window
+    # the class itself sets it to 0 without a window
     "sliding_window_pattern": replace(PATTERN, write=lambda config: 0 if window(config) is None else 4),
 }
 
 
 def still(config: ModelConfig) -> tuple[int, ...]:
-    """The layers in which nothing turns."""
+    """The layers without rotation: those without a window, if there is a window; otherwise all or none."""
     return unwindowed(config) if config.sliding_window is not None or config.nope_layers else ()
 
 
 def types_completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``layer_types``, every so many a layer without a window where they are not told; and the pattern."""
-    if values["sliding_window"] is None:  # the class then looks at no pattern
+    """``layer_types`` and ``sliding_window_pattern``.
+
+    Where a file leaves the types out, every layer whose number is a multiple of the pattern has no window.
+    """
+    if values["sliding_window"] is None:  # the class then ignores the pattern
         values = {**values, "sliding_window_pattern": 1}
     return told_by_interval(values, "sliding_window_pattern")
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types."""
+    """The content with layer_types and sliding_window_pattern."""
     return {**content, **types_completed({**DEFAULTS, **content})}
 
 
@@ -83,7 +90,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     completed=completed,
     derived={"nope_layers": still},
-    # models/exaone4: Exaone4DecoderLayer norms what attention and mlp put out; q_norm and k_norm are always there.
+    # models/exaone4: Exaone4DecoderLayer norms the outputs of attention and mlp; q_norm and k_norm are always there.
     allowed={"norm_placement": ("post",), "qk_norm": (True,)},
     at_least=WINDOW,
     published={},

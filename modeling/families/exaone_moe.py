@@ -1,4 +1,4 @@
-"""K-EXAONE (LG AI Research, 2026): sigmoid routing, and attention that turns where it has a window."""
+"""K-EXAONE (LG AI Research, 2026): sigmoid routing, and rotation in layers with a window alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +53,10 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types and mlp_layer_types: where these are not told, so many leading layers are dense."""
+    """The content with layer_types and mlp_layer_types.
+
+    Where it has no mlp_layer_types, the first ``first_k_dense_replace`` layers are dense.
+    """
     values = {**DEFAULTS, **content}
     kinds = kinds_of_leading(values, values["first_k_dense_replace"])
     return {**content, **types_completed(values), "mlp_layer_types": kinds}
@@ -71,7 +74,7 @@ FAMILY = Family(
         "layers.{layer}.feed_forward.router.bias": "model.layers.{layer}.mlp.e_score_correction_bias",
         **SHARED_EXPERTS,
     },
-    unread="mtp.*",  # modules that predict further tokens
+    unread="mtp.*",  # multi-token prediction
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,
@@ -97,7 +100,7 @@ FAMILY = Family(
     passed_over=frozenset({"is_moe_layer", "num_nextn_predict_layers"}),
     defaults=DEFAULTS,
     completed=completed,
-    # models/exaone_moe: its attention turns queries and keys where layer_types says sliding_attention.
+    # models/exaone_moe: its attention rotates queries and keys in layers of sliding_attention.
     derived={"nope_layers": unwindowed},
     # q_norm and k_norm are always there; the router is sigmoid with a selection bias and takes a top 2 within each
     # group of experts; shared_experts are always built.

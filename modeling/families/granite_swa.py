@@ -1,4 +1,4 @@
-"""Granite with windows by layer and sinks (granite_swa of transformers), turned where a layer's base is not 0."""
+"""Granite with windows by layer, sinks, and layers without rotation (granite_swa of transformers)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from modeling.families.family import Key
 from modeling.families.granite import FAMILY as GRANITE
-from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, told_by_pattern
+from modeling.families.shared import ALWAYS_MASKED, LAYER_TYPES, WINDOW, types_from_first_full
 from modeling.families.values import checked
 
 SINKS = {"layers.{layer}.attention.sinks.weight": "model.layers.{layer}.self_attn.sinks"}
@@ -14,16 +14,15 @@ WINDOW_DEFAULTS = {"layer_rope_theta": None, "layer_types": None, "sliding_windo
 
 
 def types_completed(content: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With layer_types. Where they are not told, the first of four layers has no window."""
-    values = {**defaults, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(0, n_layers, 4))
-    return {**content, "layer_types": types}
+    """The content with layer_types. Where it has none, the first of each four layers has no window."""
+    return {**content, "layer_types": types_from_first_full({**defaults, **content})}
 
 
 def bases(listed: Any) -> Mapping[str, Any]:
-    """What the list of each layer's base means for our fields; ValueError where there are several."""
+    """The fields that a list of each layer's rotary base sets. ValueError unless it holds one base, and zeros.
+
+    In a layer with base 0 nothing is rotated. None means the same base in all layers.
+    """
     if listed is None:
         return {"nope_layers": ()}
     if not isinstance(listed, list):
@@ -31,7 +30,7 @@ def bases(listed: Any) -> Mapping[str, Any]:
     found = [checked(each, float) for each in listed]
     turning = sorted({*found} - {0.0})
     if len(turning) > 1:
-        raise ValueError("it must hold one base, and 0 for layers in which nothing turns")
+        raise ValueError("it must hold one base, and 0 for layers without rotation")
     still = tuple(layer for layer, base in enumerate(found) if base == 0)
     return {"nope_layers": still, **({"rope_theta": turning[0]} if turning else {})}
 
@@ -68,7 +67,7 @@ FAMILY = replace(
     keys={**GRANITE.keys, **WINDOW_KEYS},
     defaults=DEFAULTS,
     completed=lambda content: types_completed(content, DEFAULTS),
-    # models/granite_swa: d_model / n_heads channels a head; both masks are made, whatever layers there are.
+    # models/granite_swa: d_model / n_heads channels a head; both masks are made, even where no layer uses one of them.
     allowed={**GRANITE.allowed, "sinks": (True,)},
     at_least=WINDOW,
     published={},

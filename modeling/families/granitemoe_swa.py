@@ -8,7 +8,7 @@ from modeling.families.packed import packed
 from modeling.families.shared import WINDOW
 
 OURS, THEIRS = "layers.{layer}.feed_forward", "model.layers.{layer}.block_sparse_moe"
-EXPERTS = {  # the class has no names for its files but its own
+EXPERTS = {  # transformers renames none of these when it saves the class
     f"{OURS}.router.weight": f"{THEIRS}.router.weight",
     **packed(f"{THEIRS}.experts.gate_up_proj", f"{OURS}.experts.gate", f"{OURS}.experts.up"),
     f"{OURS}.experts.down": f"{THEIRS}.experts.down_proj",

@@ -52,7 +52,7 @@ DEFAULTS = {
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With mlp_layer_types. Where they are not told, the first layer alone is dense."""
+    """The content with mlp_layer_types. Where it has none, only the first layer is dense."""
     return {**content, "mlp_layer_types": kinds_of_leading({**DEFAULTS, **content}, 1)}
 
 
@@ -61,7 +61,7 @@ FAMILY = Family(
     since=5,
     weights={**DECODER, **ATTENTION, **QK_NORM, **QKV_BIAS, **O_BIAS, **FEED_FORWARD, **EXPERTS, **HY_V3},
     in_fp32=(".mlp.expert_bias",),
-    unread=r"model\.layers\.80.*",  # a module that predicts further tokens, behind the 80 layers of the published model
+    unread=r"model\.layers\.80.*",  # multi-token prediction, after the 80 layers of the published model
     keys={
         **DECODER_KEYS,
         **HEAD_KEYS,
@@ -73,15 +73,15 @@ FAMILY = Family(
         "num_shared_experts": "moe.n_shared_experts",
         "router_scaling_factor": "moe.routed_scale",
     },
-    constants={**DECODER_CONSTANTS, "mlp_bias": False},  # which shared experts would have too
-    # How the sum of both kinds of experts is rounded in 16 bits.
+    constants={**DECODER_CONSTANTS, "mlp_bias": False},  # the shared experts would have biases, too
+    # the first says how the sum of routed and shared experts is rounded in 16 bits
     ignored={"enable_moe_fp32_combine": True, "output_router_logits": False},
     defaults=DEFAULTS,
     aliases={"num_local_experts": "num_experts"},
     completed=completed,
     equal=EQUAL_BIASES,
     # models/hy_v3: only causal masks; q_norm and k_norm are always there; HYV3TopKRouter is sigmoid with a selection
-    # bias and renormalizes; the shared experts of none would be as wide as a dense layer.
+    # bias and renormalizes; without shared experts the class would make one as wide as a dense layer.
     allowed={"qk_norm": (True,), "moe.normalize_top_k": (True,), "moe.score": ("sigmoid",)},
     at_least={"moe.n_shared_experts": 1},
     published={},

@@ -1,4 +1,4 @@
-"""Mellum 2 (JetBrains, 2026): Qwen3 with experts, windows by layer, whose frequencies are not scaled."""
+"""Mellum 2 (JetBrains, 2026): Qwen3 MoE with windows by layer, under which rotary frequencies are not scaled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,12 +13,16 @@ from modeling.families.shared import (
     LAYER_TYPES,
     O_BIAS,
     QKV_BIAS,
-    told_by_pattern,
+    types_by_pattern,
 )
 
-FORGOTTEN = ("decoder_sparse_step", "mlp_only_layers", "use_sliding_window")  # keys of qwen3_moe's
+DROPPED = (
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "use_sliding_window",
+)  # keys of qwen3_moe that this class lacks
 DEFAULTS = {
-    **{key: value for key, value in QWEN3.defaults.items() if key not in FORGOTTEN},
+    **{key: value for key, value in QWEN3.defaults.items() if key not in DROPPED},
     "attention_bias": False,
     "head_dim": 128,
     "hidden_size": 2304,
@@ -29,7 +33,7 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "num_experts": 64,
     "num_hidden_layers": 28,
-    "rope_local_base_freq": 10000.0,  # no key of the class's
+    "rope_local_base_freq": 10000.0,  # not a key of the class: the base under a window where rope_parameters lack it
     "rope_theta": 500000.0,
     "sliding_window": 1024,
     "vocab_size": 98304,
@@ -41,11 +45,12 @@ ROPE = {  # what the class takes where rope_parameters are left out
 
 
 def completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With both lists of what layers are, and positions. Where they are not told, all are full and have experts."""
+    """The content with layer_types, mlp_layer_types and rope_parameters.
+
+    Where it has no types, all layers have full attention and experts.
+    """
     values = {**DEFAULTS, **content}
-    types = values["layer_types"]
-    if types is None:
-        types = told_by_pattern(values["num_hidden_layers"], range)
+    types = types_by_pattern(values, range)
     parameters = ROPE if content.get("rope_parameters") is None else content["rope_parameters"]
     kinds = kinds_of_leading(values, 0)
     return {**content, "layer_types": types, "mlp_layer_types": kinds, "rope_parameters": parameters}
@@ -56,9 +61,9 @@ FAMILY = replace(
     architecture="MellumForCausalLM",
     since=5,
     weights={**QWEN3.weights, **QKV_BIAS, **O_BIAS},
-    unread=r"^mtp\.",  # a module that predicts further tokens
+    unread=r"^mtp\.",  # multi-token prediction
     keys={
-        **{key: ours for key, ours in QWEN3.keys.items() if key not in FORGOTTEN},
+        **{key: ours for key, ours in QWEN3.keys.items() if key not in DROPPED},
         "attention_bias": ATTENTION_BIAS,
         "mlp_layer_types": MLP_LAYER_TYPES,
         "layer_types": LAYER_TYPES,
@@ -70,7 +75,7 @@ FAMILY = replace(
     equal=EQUAL_BIASES,
     has_local_rope=True,
     needs=("local_rope_theta",),
-    # models/mellum: q_norm and k_norm are always there; of a scaling's truncate the class looks in the wrong table.
+    # models/mellum: q_norm and k_norm are always there; the class looks for truncate in the wrong table.
     allowed={**QWEN3.allowed, "rope_scaling.truncate": (True,)},
     published={},
 )

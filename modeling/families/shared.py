@@ -224,12 +224,16 @@ EXPERT_LAYER_KEYS: dict[str, str | Key] = {
 }
 
 
-def told_by_pattern(n_layers: Any, full_of: Callable[[int], Iterable[int]], other: str = WINDOWED) -> list[str]:
-    """``layer_types`` for a file that leaves them out. ``full_of(n_layers)`` returns the layers of full attention.
+def types_by_pattern(values: Mapping[str, Any], full_of: Callable[[int], Iterable[int]], other: str = WINDOWED) -> Any:
+    """``layer_types`` as in the file, or where it leaves them out, by the layers of full attention.
 
-    It is empty for a number of layers that no model has, which another rule refuses.
+    ``full_of(n_layers)`` returns those. The list is empty for a number of layers that no model has, which another rule
+    refuses.
     """
-    return layer_types(n_layers, full_of(n_layers), other) if is_count(n_layers) else []
+    types, n_layers = values["layer_types"], values["num_hidden_layers"]
+    if types is None:
+        types = layer_types(n_layers, full_of(n_layers), other) if is_count(n_layers) else []
+    return types
 
 
 def types_by_interval(values: Mapping[str, Any], interval: Any, other: str = WINDOWED) -> Any:
@@ -237,10 +241,8 @@ def types_by_interval(values: Mapping[str, Any], interval: Any, other: str = WIN
 
     An invalid interval is refused by its own rule (``interval_key``), and counts as none here.
     """
-    if values["layer_types"] is not None:
-        return values["layer_types"]
     step = interval if is_interval(interval) else MOST_LAYERS
-    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(step - 1, n_layers, step), other)
+    return types_by_pattern(values, lambda n_layers: range(step - 1, n_layers, step), other)
 
 
 def told_by_interval(values: Mapping[str, Any], key: str, other: str = WINDOWED) -> dict[str, Any]:
@@ -273,11 +275,14 @@ def types_from_first_window(values: Mapping[str, Any], window: Any) -> Any:
 
     ``window`` is None where no layer has one.
     """
-    if values["layer_types"] is not None:
-        return values["layer_types"]
     first = values["max_window_layers"]
     n_full = first if window is not None and is_count(first) else MOST_LAYERS
-    return told_by_pattern(values["num_hidden_layers"], lambda n_layers: range(min(n_full, n_layers)))
+    return types_by_pattern(values, lambda n_layers: range(min(n_full, n_layers)))
+
+
+def types_from_first_full(values: Mapping[str, Any]) -> Any:
+    """``layer_types`` as in the file, or where it leaves them out, with full attention in layers 0, 4, 8 and so on."""
+    return types_by_pattern(values, lambda n_layers: range(0, n_layers, 4))
 
 
 def is_count(value: Any) -> bool:

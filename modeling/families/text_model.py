@@ -1,4 +1,4 @@
-"""config.json of anyone's model in the words of the class that computes it."""
+"""Rewrites the config.json of a model with images, or of one under another name, as that of its text model's class."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from modeling.families.config_json import EVERYWHERE, QUANTIZED, REMEDY, Inexpre
 from modeling.families.family import Family, family_of
 from modeling.families.values import shown
 
-# Keys of a model with images that say nothing of what its text model computes for a text.
+# Keys of a model with images that do not change what its text model computes.
 AROUND = frozenset(
     {
         *("text_config", "vision_config", "language_model_only", "image_token_id", "video_token_id"),
@@ -26,11 +26,11 @@ OUTER = (
 
 
 def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json with the model_type of our family; as it is where that is one of ours already, or unknown.
+    """``content`` with the model_type of a supported family, unchanged where it has one already or is unknown.
 
-    So are read files whose model_type is another name of the family's class (``Family.model_types``), and of models
-    with images the part about text (``Family.within``). Raises InexpressibleConfig, with one line for each key, where
-    such a model has no such part, or a key that nobody knows.
+    A model_type may be another name of a family's class (``Family.model_types``), or that of a model with images, of
+    which only text_config is read (``Family.within``). Raises InexpressibleConfig, with one line for each key, where
+    such a model has no usable text_config, or has an unknown key beside it.
     """
     name = content.get("model_type")
     if name in FAMILIES or not isinstance(name, str):
@@ -45,7 +45,7 @@ def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def part_about_text(content: Mapping[str, Any], ours: str) -> Mapping[str, Any]:
-    """The text_config of a model with images, and what stands beside it and is meant for it too."""
+    """The text_config of a model with images, completed by the keys beside it that hold for the text model too."""
     problems = [*around_problems(content, ours)]
     if problems:
         raise InexpressibleConfig(problems)
@@ -53,7 +53,7 @@ def part_about_text(content: Mapping[str, Any], ours: str) -> Mapping[str, Any]:
 
 
 def around_problems(content: Mapping[str, Any], ours: str) -> Iterator[str]:
-    """One line for each key that cannot be used."""
+    """One line for each key of a model with images that cannot be used."""
     told, text = f"with model_type={content['model_type']}", content.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != ours:
         rule = f"is not possible {told}: it must be a table with model_type={ours}"
@@ -69,17 +69,17 @@ def around_problems(content: Mapping[str, Any], ours: str) -> Iterator[str]:
 
 
 def without_images(family: Family, name: str) -> str:
-    """The name of a tensor in files of the text model alone, of its ``name`` in those of the model with images."""
+    """The name that the tensor ``name`` of a model with images has in files of the text model alone."""
     prefix = prefix_of(family, name)
     return name if prefix is None else f"{family.prefixes_of_text[prefix]}{name.removeprefix(prefix)}"
 
 
 def is_text(family: Family, name: str) -> bool:
-    """Whether the tensor lies in files of a model with images, and is the text model's."""
+    """Whether ``name`` is that of a text model's tensor in files of a model with images."""
     return prefix_of(family, name) is not None
 
 
 def prefix_of(family: Family, name: str) -> str | None:
-    """The beginning of ``name`` by which a file of a model with images tells its text model's tensors; None if none."""
+    """The prefix by which files of a model with images mark the text model's tensor ``name``; None if it has none."""
     prefixes = family.prefixes_of_text if family.within else {}
     return next((prefix for prefix in prefixes if name.startswith(prefix)), None)
