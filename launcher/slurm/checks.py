@@ -39,9 +39,7 @@ from launcher.training.start import (
 )
 
 NODE_LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # file systems that no other node can see
-FEWEST_PROCESSORS = (
-    4  # for a process with a GPU: launching kernels, backward passes, data and saves have threads
-)
+FEWEST_PROCESSORS = 4  # a process with a GPU has threads that launch kernels, run backward passes, load and save data
 SAVE_GIB_PER_SECOND = 0.25  # the least that one node is assumed to write; only for estimating the time of a save
 
 

@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hy_v3", {"mlp_layer_types": ["dense"]}, "is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
     ("mellum", {"rope_parameters": {"rope_theta": 5.0}}, 'rope_parameters={"rope_theta": 5.0} must be tables; '),
     ("mellum", {"rope_parameters": {"full_attention": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}}, "partial_rotary_factor=0.5 is not possible, all channels turn; "),
-    ("granite_swa", {"layer_rope_theta": [5.0, 6.0]}, "layer_rope_theta=[5.0, 6.0] is not possible with model.family=granite_swa: it must hold one base, and 0 for layers in which nothing turns; "),
+    ("granite_swa", {"layer_rope_theta": [5.0, 6.0]}, "layer_rope_theta=[5.0, 6.0] is not possible with model.family=granite_swa: it must hold one base, and 0 for layers without rotation; "),
     ("granite_swa", {"layer_rope_theta": 5.0}, "layer_rope_theta=5.0 is not possible with model.family=granite_swa: it must be a list; "),
     ("granite_swa", {"layer_rope_theta": [None, 5.0]}, "layer_rope_theta=[null, 5.0] is not possible with model.family=granite_swa: it must be float; "),
     ("granite_swa", {"layer_rope_theta": [5.0]}, "layer_rope_theta=[5.0] is not possible with num_hidden_layers=2: it must have an entry for each layer; "),
