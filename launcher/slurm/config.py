@@ -38,7 +38,8 @@ class SlurmConfig:
     chain: Annotated[int, Interval(ge=1, le=1000)] = 1
     # a failed run is started again in the same job, so many times in a row without a new checkpoint
     restarts: Annotated[int, Interval(ge=0, le=10**6)] = 3
-    preflight: bool = True  # a job begins by measuring its nodes, and leaves slow and broken ones out
+    # a job measures its nodes when it begins and after each failure, and leaves slow and broken ones out
+    preflight: bool = True
     # nodes that the job has beyond `nodes`, to take the place of slow and broken ones
     spare_nodes: Annotated[int, Interval(ge=0, le=2**16)] = field(default=0, metadata={"usual": 1})
     # the interpreter on the nodes, or within the container, where there is one; None: the one that submits

@@ -181,6 +181,23 @@ def test_losing_a_worker_node_to_a_power_cut(cluster, tmp_path, uninterrupted):
     assert recovery.repeated < EVERY
 
 
+def test_a_node_that_breaks_under_the_run_is_replaced_by_a_spare_one(cluster, tmp_path, uninterrupted):
+    """Its cable has become slow when one of its ranks dies: the next start measures all nodes, and leaves it out."""
+    run = Run(cluster, tmp_path, life_config(tmp_path, preflight=True, spare_nodes=1))
+    (job_id,) = run.submit()
+
+    def fault() -> None:
+        cluster.slow("n2")
+        cluster.on_node("n2", "pkill", "-9", "-f", "launcher train")
+
+    recovery = go_through(run, fault)
+    finish(run, job_id, uninterrupted, "rank killed on a node that has become slow", recovery)
+    assert cluster.job(job_id)["Restarts"] == "0"
+    log = (run.path / f"logs/job-{job_id}.log").read_text()
+    assert "trains on n1 n2\n" in log and "trains on n1 n3, without n2\n" in log, log
+    assert recovery.repeated < EVERY
+
+
 def test_losing_the_head_node_to_a_power_cut(cluster, tmp_path, uninterrupted):
     run = Run(cluster, tmp_path, life_config(tmp_path))
     (job_id,) = run.submit()

@@ -19,7 +19,6 @@ from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import Partition, gpus_of, minutes_of, partitions
 from launcher.slurm.script import Array, exports, render
-from launcher.training.health import UNHEALTHY
 from parallel.processes.world import expand_counts, rank_hosts
 
 BATCH = "train.global_batch_size=96"
@@ -281,22 +280,6 @@ def test_the_scripts_are_bash(array, log):
     assert f'#SBATCH --output="a dir/run/logs/job-{log}.log"' in text
 
 
-@pytest.mark.parametrize(("code", "n_starts"), [(2, 1), (UNHEALTHY, 1), (1, 2)])
-def test_the_script_starts_again_only_what_may_end_otherwise(tmp_path, code, n_starts):
-    """A run that health stopped met the same batch once for each of slurm.restarts."""
-    told = {"srun": f"echo started >> starts; exit {code}", "scontrol": "[[ $1$2 == showhostnames ]] && echo n1"}
-    for name, text in {**told, "sleep": "true"}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    settings = SlurmConfig(preflight=False, restarts=1)
-    script = render(job_script("train"), RunConfig(run_dir="run", slurm=settings), "python")
-    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1"}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=60, check=False)
-    assert done.returncode == code
-    assert len((tmp_path / "starts").read_text().splitlines()) == n_starts
-
-
 @pytest.mark.parametrize("name", ["train", "preflight"])
 def test_the_ranks_get_what_the_script_sets_where_the_shells_variables_stay_behind(tmp_path, name):
     """Slurm sets SLURM_EXPORT_ENV after `sbatch --export=NONE`: srun takes it as its own --export, by default ALL."""
@@ -320,23 +303,6 @@ def test_the_ranks_get_what_the_script_sets_where_the_shells_variables_stay_behi
     assert all(" --wait=0 " in line for line in given)
     assert [line for line in seen if line.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING")] == []  # torch's own
     assert sum(line.startswith("ROUNDTABLE_TOKEN=") for line in seen) == {"train": 2, "preflight": 1}[name]
-
-
-def test_the_second_try_of_a_preflight_asks_for_a_file_of_another_name(tmp_path):
-    """The first node is broken; NFS would go on saying that the file it was asked for before is not there."""
-    srun = "while [[ $1 && $1 != --bad-nodes ]]; do [[ $1 == --nodelist=* ]] && list=${1#*=}; shift; done\n"
-    srun += '[[ $1 ]] || exit 0; echo "$list $2" >> asked; [[ $list == n1* ]] && exit 1; : > "$2"'
-    for program, text in {"srun": srun, "scontrol": "[[ $1$2 == showhostnames ]] && printf 'n%d\\n' 1 2 3"}.items():
-        (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / program).chmod(0o755)
-    script = render(job_script("train"), RunConfig(run_dir="run", slurm=SlurmConfig(spare_nodes=1)), "python")
-    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS_PER_NODE": "1"}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job, "SLURM_RESTART_COUNT": "2"}
-    command = ["bash", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0 and "trains on n2 n3, without n1" in done.stdout, done.stdout + done.stderr
-    asked = ["n1,n2,n3 run/preflight/job-1-start-2-try-1.bad", "n2,n3 run/preflight/job-1-start-2-try-2.bad"]
-    assert (tmp_path / "asked").read_text().splitlines() == asked
 
 
 @pytest.mark.parametrize(
