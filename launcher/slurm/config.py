@@ -46,10 +46,13 @@ class SlurmConfig:
     python: str | None = None
     modules: tuple[str, ...] = ()  # environment modules that the job loads first
     container: str | None = None  # an image for srun's `--container-image` (pyxis)
+    # further folders that the container sees: PATH, FROM:TO or FROM:TO:ro
+    container_mounts: tuple[str, ...] = ()
     network_interface: str | None = None  # that NCCL and gloo meet on, e.g. `ib0`; None: they choose
     # a folder on each node's own disk, for compiled kernels, where `$NAME` is the job's variable; None: the home
     scratch: str | None = None
     environment: tuple[str, ...] = ()  # further NAME=value; NAME alone takes the submitting shell's value, for secrets
+    options: tuple[str, ...] = ()  # further options of sbatch, NAME or NAME=value: `reservation=week`, `exclusive`
 
     @property
     def passed_on(self) -> tuple[str, ...]:

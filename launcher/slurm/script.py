@@ -76,10 +76,12 @@ def sbatch_lines(config: RunConfig, array: Array | None = None) -> Iterator[str]
         "dependency": "singleton" if slurm.chain > 1 else None,
         "open-mode": "append",
         "output": f"{config.run_path}".replace("%", "%%") + f"/logs/job-{log}.log",
+        **{name: value for name, _, value in (each.partition("=") for each in slurm.options)},
     }
     for option, value in options.items():
         if value is not None:
-            yield f"#SBATCH --{option}={quote_for_sbatch(str(value))}"
+            given = f"={quote_for_sbatch(str(value))}" if value != "" else ""
+            yield f"#SBATCH --{option}{given}"
     yield "#SBATCH --requeue" if slurm.requeue else "#SBATCH --no-requeue"
 
 
@@ -108,7 +110,9 @@ def shell_lines(config: RunConfig, python: str, array: Array | None = None) -> I
     yield f"SPARES={slurm.spare_nodes}"
     options = []
     if slurm.container is not None:
-        mounts = ",".join(['"$PWD:$PWD"', *(shlex.quote(f"{path}:{path}") for path in places_elsewhere(config))])
+        named = [each if ":" in each else f"{each}:{each}" for each in slurm.container_mounts]
+        elsewhere = [f"{path}:{path}" for path in places_elsewhere(config)]
+        mounts = ",".join(['"$PWD:$PWD"', *(shlex.quote(each) for each in [*elsewhere, *named])])
         options = [f"--container-image={shlex.quote(slurm.container)}", f"--container-mounts={mounts}"]
         options.append('--container-workdir="$PWD"')
     yield f"SRUN_OPTIONS=({' '.join(options)})"

@@ -14,7 +14,8 @@ OURS = (
     *("JOB_NAME", "ARRAY_INX", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "ERROR", "WAIT"),
     *("GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK"),
 )
-# Options that a script sets only where the config has the key; otherwise the shell's variable is passed on.
+# Options that a script sets only where the config has the key; otherwise the shell's variable is passed on, as it is
+# for options that `slurm.options` does not hold.
 OF_KEYS = {
     "partition": ("PARTITION",),
     "account": ("ACCOUNT",),
@@ -24,6 +25,7 @@ OF_KEYS = {
     "memory": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     "cpus_per_task": ("CPUS_PER_TASK", "CPUS_PER_GPU"),
 }
+OF_OPTIONS = {"switches": ("REQ_SWITCH", "WAIT4SWITCH")}  # otherwise they are called as the options are
 OF_THE_CLUSTER = ("CONF", "CONF_SERVER", "CLUSTERS", "JWT", "TIME_FORMAT", "UMASK")  # of the cluster, not of a job
 
 
@@ -33,6 +35,8 @@ def for_sbatch(slurm: SlurmConfig, shell: Mapping[str, str] = os.environ) -> dic
     Variables that ``slurm.environment`` names are always kept.
     """
     stated = [name for key, names in OF_KEYS.items() if getattr(slurm, key) is not None for name in names]
+    options = [each.partition("=")[0] for each in slurm.options]
+    stated += [name for each in options for name in OF_OPTIONS.get(each, (each.upper().replace("-", "_"),))]
     dropped = {f"SBATCH_{name}" for name in (*OURS, *stated)}
     if "SLURM_JOB_ID" in shell:
         kept = {f"SLURM_{name}" for name in OF_THE_CLUSTER}

@@ -17,7 +17,7 @@ from launcher.config.load import load_config
 from launcher.config.tree import HealthConfig
 from launcher.errors import UserError
 from launcher.training.health import UNHEALTHY
-from launcher.training.samples import why_out_of_data
+from launcher.training.samples import out_of_data_line, why_out_of_data
 from launcher.training.start import check_tokens, start_training
 from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, VOCAB_SIZE, write_tokens
@@ -198,6 +198,8 @@ def test_a_run_whose_rollback_left_it_too_few_data_is_saved_and_ends(tmp_path, t
         "data.sources.max_epochs leaves 64 sequences in all, 16 were left out after rollbacks, and "
     )
     assert line.endswith("too few are left for step 7")
+    unsaved = out_of_data_line(line, 6, "No space left on device")
+    assert unsaved.endswith("; step 6 could not be saved (No space left on device): mend that, and start the run again")
     assert LocalStore(tmp_path / "short/checkpoints").names() == ["step-00000004", "step-00000006"]
     with pytest.raises(UserError, match=r"come to 64 in step 6, and train.steps=8 takes 16 more; lower train.steps"):
         check_tokens(config)

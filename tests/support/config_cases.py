@@ -10,6 +10,7 @@ from launcher.config.load import load_config
 from launcher.config.schema import hint_at, item_hint, members
 from launcher.config.tree import RunConfig
 from launcher.config.words import join_or
+from launcher.slurm.rules import FURTHER_OPTIONS
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.families.family import family_of, field_defaults
 from modeling.schedules import lr_factor
@@ -118,6 +119,11 @@ CASES = [
     ("llama", "slurm.modules=[a;b]", 1, "slurm.modules[0]='a;b' must be a module's name; try one that `module avail` lists", "slurm.modules=[a]"),
     ("llama", "slurm.environment=[NCCL-DEBUG]", 1, "slurm.environment[0]='NCCL-DEBUG' must be NAME=value, or NAME; try NCCL_DEBUG=INFO", "slurm.environment=[NCCL_DEBUG=INFO]"),
     ("llama", "slurm.environment=[RANK=3]", 1, "slurm.environment[0]='RANK=3' must not set RANK, which Slurm, bash or the job script sets; choose another name, or leave it out", "slurm.environment=[]"),
+    ("llama", "slurm.options=[reservation=a%b]", 1, "slurm.options[0]='reservation=a%b' must be NAME, or NAME=value of one word, as sbatch knows it; try reservation=week", "slurm.options=[reservation=week]"),
+    ("llama", "slurm.options=[output=log]", 1, f"slurm.options[0]='output=log' must be one of sbatch's options {', '.join(FURTHER_OPTIONS)}; leave it out", "slurm.options=[]"),
+    ("llama", "slurm.options=[nice,nice=5]", 1, "slurm.options[1]='nice=5' must not give nice a second time; leave it out", "slurm.options=[nice]"),
+    ("llama", "slurm.container_mounts=[data]", 1, "slurm.container_mounts[0]='data' must be PATH, FROM:TO or FROM:TO:ro, of absolute paths; try /scratch:/scratch", "slurm.container_mounts=[]"),
+    ("llama", "slurm.container_mounts=[/data]", 1, "slurm.container_mounts[0]='/data' needs slurm.container, which would see it; try slurm.container_mounts=[]", "slurm.container_mounts=[]"),
     ("llama", "slurm.spare_nodes=1 slurm.preflight=false", 1, "slurm.spare_nodes=1 needs slurm.preflight=true, which says whose place they take; try slurm.spare_nodes=0", "slurm.spare_nodes=0"),
     ("llama", "slurm.spare_nodes=-1", 1, "slurm.spare_nodes=-1 must be at least 0; try 1", "slurm.spare_nodes=1"),
     ("llama", "slurm.time_minutes=5", 1, "slurm.time_minutes=5 must be longer than slurm.notice_seconds=300, the time to save at its end; try 65", "slurm.time_minutes=65"),

@@ -15,6 +15,7 @@ from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.slurm.checks import check_names
 from launcher.slurm.profile import job_script
+from launcher.slurm.rules import FURTHER_OPTIONS
 from launcher.slurm.script import quote_for_sbatch, render
 
 CANARY = "canary"
@@ -77,6 +78,7 @@ TEMPLATE = job_script("train")
 OPTIONS = {  # every option of sbatch's that a script may hold
     *("job-name", "comment", "partition", "account", "qos", "constraint", "exclude", "nodes", "ntasks-per-node"),
     *("gpus-per-node", "cpus-per-task", "mem", "time", "signal", "open-mode", "output", "requeue"),
+    *FURTHER_OPTIONS,
 }
 
 
@@ -162,6 +164,9 @@ LOCAL = {
     "slurm.partition='a b'": "slurm.partition='a b' must be one word, as Slurm knows it",
     "slurm.python=--uid=0": "slurm.python='--uid=0' must be a path or a name",
     "slurm.modules=[--help]": "slurm.modules[0]='--help' must be a module's name",
+    "slurm.options=['uid=0']": "slurm.options[0]='uid=0' must be one of sbatch's options",
+    "slurm.options=['wrap=x']": "slurm.options[0]='wrap=x' must be one of sbatch's options",
+    "slurm.options=['begin=now --uid=0']": "slurm.options[0]='begin=now --uid=0' must be NAME, or NAME=value",
     "slurm.environment=[SLURM_JOB_ID=1]": "slurm.environment[0]='SLURM_JOB_ID=1' must not set SLURM_JOB_ID",
 }
 

@@ -197,6 +197,8 @@ CHANGES = {
     "network_interface": "ib0",
     "scratch": "/scratch",
     "environment": ("A=b",),
+    "options": ("exclusive",),
+    "container_mounts": ("/data",),
 }
 
 
@@ -205,7 +207,7 @@ def test_each_key_changes_the_script():
     assert sorted([*CHANGES, "gpu"]) == sorted(keys)  # gpu is what submit plans for: tests/unit/test_submit_fit.py
 
     def script(**changes) -> str:
-        config = RunConfig(slurm=SlurmConfig(**changes))
+        config = RunConfig(slurm=SlurmConfig(**{"container": "one", **changes}))
         return render(job_script("train"), config, "python")
 
     texts = [script(**{key: value}) for key, value in CHANGES.items()]
@@ -247,6 +249,25 @@ def test_a_container_sees_what_lies_outside_the_folder(tmp_path, monkeypatch):
     assert f" --container-mounts={mounts} " in render(job_script("train"), config, "python")
     remote = dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, dir="s3://bucket/mine"))
     assert "big disk" not in render(job_script("train"), remote, "python")
+
+
+def test_a_container_sees_the_further_folders_of_its_cluster():
+    mounts = ("/scratch", "/models:/hub:ro", "/big disk:/data", "/a$(b)'c:/d")
+    script = render(job_script("train"), RunConfig(slurm=SlurmConfig(container="i", container_mounts=mounts)), "python")
+    (options,) = re.findall(r"^SRUN_OPTIONS=.*", script, re.MULTILINE)
+    said = f'{options}; printf "%s\\n" "${{SRUN_OPTIONS[@]}}"'
+    done = subprocess.run(
+        ["bash", "-c", said], capture_output=True, text=True, check=True, env={"PWD": "/here"}, cwd="/"
+    )
+    (given,) = [line for line in done.stdout.splitlines() if line.startswith("--container-mounts=")]
+    expected = ["/:/", "/scratch:/scratch", *mounts[1:]]
+    assert given == f"--container-mounts={','.join(expected)}"
+
+
+def test_further_options_are_lines_of_the_script():
+    options = ("reservation=week", "exclusive", "switches=2@01:00:00", "gres=nvme:1,tmp:2")
+    script = render(job_script("train"), RunConfig(slurm=SlurmConfig(options=options)), "python")
+    assert "".join(f"#SBATCH --{each}\n" for each in options) in script
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ def test_what_the_shell_says_does_not_outdo_the_script(folder, monkeypatch):
         monkeypatch.setenv(f"SBATCH_{name}", value)
     assert submit("slurm.account=mine") == 0
     assert seen(folder) == seen(folder, "--test-only") == {"SBATCH_QOS": "low", "SBATCH_RESERVATION": "week"}
+    for name in ("REQ_SWITCH", "WAIT4SWITCH", "WCKEY", "THREADS_PER_CORE"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    assert submit("slurm.account=mine", "slurm.options=[reservation=mine,switches=1,threads-per-core=1]") == 0
+    assert seen(folder) == {"SBATCH_QOS": "low", "SBATCH_WCKEY": "1"}
 
 
 def test_a_job_that_is_submitted_from_another_has_none_of_its_variables(folder, monkeypatch):
