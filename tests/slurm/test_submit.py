@@ -27,10 +27,11 @@ def small_config(folder, slurm: SlurmConfig = CPU_NODES, parallel: ParallelConfi
 @pytest.mark.timeout(900)
 def test_four_nodes_of_two_ranks_give_the_losses_of_one_process(cluster, tmp_path):
     """fp32, SGD: sums in another order, as in test_layouts: 1e-6."""
-    config = small_config(tmp_path)
+    config = small_config(tmp_path, dataclasses.replace(CPU_NODES, options=("nice=7",)))
     run = Run(cluster, tmp_path, config)
     (job_id,) = run.submit()
     run.wait_for_state(job_id, seconds=600)
+    assert cluster.job(job_id)["Nice"] == "7"
     assert run.state(job_id) == "COMPLETED", run.story()
     assert cluster.job(job_id)["NodeList"] == "n[1-4]"
     reference = run_reference(config)
@@ -69,6 +70,10 @@ WRONG = {
         "data.sources[0].path='none/tokens' does not exist",
     ),
     "unknown cores": (["slurm.cpus_per_task=100"], "slurm.nodes=4: sbatch does not take the job: "),
+    "unknown reservation": (
+        ["slurm.options=[reservation=none]"],
+        "slurm.nodes=4: sbatch does not take the job: ",
+    ),
     "unshared run directory": (
         ["run_dir=/dev/shm/run"],
         "run_dir=/dev/shm/run must be on a file system that the nodes ",
