@@ -21,10 +21,10 @@ from data.chat_template import template_of
 from data.cleaning.groups import cleaning_of
 from data.cleaning.inputs import check_cleaned
 from data.config import DataConfig, SourceConfig
-from data.errors import DataError, refuse
+from data.errors import DataError, problem, refuse
 from data.hub import corpus_files, is_on_hub
 from data.manifest import FORMAT, INPUTS, MANIFEST, SourceManifest, hash_problems, read_source_manifest
-from data.packed import missing_packings
+from data.packed import damaged_packings, missing_packings
 from data.remote_index import token_prefix
 from data.sources import (
     InputFile,
@@ -33,7 +33,7 @@ from data.sources import (
     is_raw,
     readable_stem,
 )
-from data.tokenizer import bos_id_of, read_info, tokenizer_folder
+from data.tokenizer import PREPARE, bos_id_of, read_info, tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,9 @@ def inputs_tree(files: list[InputFile]) -> list[dict[str, object]]:
     return [asdict(file) for file in files]
 
 
-def verify(prepared: Prepared) -> list[str]:
-    """One line for each prepared token file whose hash has changed. Reads all of them."""
+def verify(config: DataConfig, prepared: Prepared) -> list[str]:
+    """One line for each prepared token file, and each packing, whose hash has changed. Reads all of them."""
     parts = [(part.path, part.manifest) for part in prepared.sources if part.manifest is not None]
-    return [line for path, manifest in parts for line in hash_problems(path, manifest)]
+    lines = [line for path, manifest in parts for line in hash_problems(path, manifest)]
+    damaged = damaged_packings(config, token_files(config, prepared))
+    return lines + [problem(str(path), "must be as it was written", f"delete it, and {PREPARE}") for path in damaged]

@@ -175,11 +175,11 @@ def check_data(config: RunConfig) -> list[str]:
 
 
 def check_hashes(config: RunConfig) -> list[str]:
-    """A line for each token file whose hash is not that of what was prepared. Reads all of them."""
+    """A line for each token file or packing whose hash is not that of what was prepared. Reads all of them."""
     from data.prepared import locate, verify
 
     prepared = locate(config.data, config.model.vocab_size)
-    return verify(prepared) if prepared is not None else []
+    return verify(config.data, prepared) if prepared is not None else []
 
 
 def _open_data(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from data.errors import DataError
 from data.packed import is_packed, pack_path, read_packing, whole_hash, write_packing
 from data.packing import best_fit, n_cut_in_sequence, pack
 from data.prepare import prepare
-from data.prepared import find_prepared
+from data.prepared import find_prepared, locate, verify
 from data.spans import Place, document_parts, samples_with, spans_of
 from data.tokenfile import TokenFile, fingerprint
 from data_reference import write_foreign_file, write_token_file
@@ -226,6 +226,37 @@ def test_two_lengths_changed_in_the_middle_of_an_index_are_seen(
         assert len(calls) == hashed_whole + (small_bytes > 0)
 
 
+@pytest.mark.parametrize("lengths", [[5, 9, 3], []])
+def test_a_flipped_bit_anywhere_in_a_packing_is_seen_where_hashes_are_compared(
+    tmp_path: Path, lengths: list[int]
+) -> None:
+    prefix = write_token_file(tmp_path / "x", documents_of(lengths))
+    config = DataConfig(seq_len=4, sources=(SourceConfig(path=str(prefix)),), packing="best_fit")
+    path = write_packing(prefix, 4, "best_fit")
+    sound = path.read_bytes()
+    prepared = locate(config, 300)
+    assert prepared is not None and verify(config, prepared) == []
+    for at in range(packed.HEADER.size, len(sound)):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        assert verify(config, prepared) == [
+            f"{path} must be as it was written; delete it, and run `roundtable prepare` with this config"
+        ]
+    for cut in (sound[:-4], sound[:20], b""):
+        path.write_bytes(cut)
+        assert len(verify(config, prepared)) == 1
+
+
+def test_a_packing_of_the_version_before_is_read(tmp_path: Path) -> None:
+    prefix = write_token_file(tmp_path / "x", documents_of([5, 9, 3]))
+    path = write_packing(prefix, 4, "best_fit")
+    new = read_packing(TokenFile(prefix), 4, "best_fit")
+    path.write_bytes(packed.SECOND_MAGIC + path.read_bytes()[len(packed.MAGIC) : -packed.TRAILER.size])
+    assert is_packed(prefix, 4, "best_fit") and packed.is_sound(path)
+    again = read_packing(TokenFile(prefix), 4, "best_fit")
+    for name in ("first_piece", "start_P", "length_P"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(new, name))
+
+
 def test_a_packing_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     prefix = write_token_file(tmp_path / "x", documents_of([5, 9, 3]))
     path = write_packing(prefix, 4, "best_fit")
@@ -234,7 +265,7 @@ def test_a_packing_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     seq_len, n_tokens, _, *counts, _ = packed.HEADER.unpack_from(numbers)[1:]
     mark = fingerprint(tmp_path / "x.idx")
     old = packed.OLD_HEADER.pack(packed.OLD_MAGIC, seq_len, n_tokens, mark, *counts)
-    path.write_bytes(old + numbers[packed.HEADER.size :])
+    path.write_bytes(old + numbers[packed.HEADER.size : -packed.TRAILER.size])
     assert is_packed(prefix, 4, "best_fit")
     again = read_packing(TokenFile(prefix), 4, "best_fit")
     assert [getattr(again, name).tolist() for name in names] == new
