@@ -45,6 +45,7 @@ FamilyName = Literal[
     "gemma",
     "gemma2",
     "gemma3_text",
+    "vaultgemma",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

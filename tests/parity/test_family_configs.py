@@ -417,6 +417,7 @@ def test_run_of_layers_with_experts_is_that_of_the_class(start: int, end: int, s
         "granite_swa",
         "granitemoe_swa",
         "cwm",
+        "vaultgemma",
     ],
 )
 @pytest.mark.parametrize("key", ["num_hidden_layers", "max_window_layers"])

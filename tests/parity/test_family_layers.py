@@ -129,6 +129,7 @@ def test_turning_channels_of_minimax_m2_are_those_of_the_class(changes: dict[str
         ("ministral", {"sliding_window": None}),
         ("granitemoe_swa", {}),
         ("granite_swa", {}),
+        ("vaultgemma", {}),
         ("mellum", {}),
         ("exaone_moe", {}),
         ("exaone_moe", {"sliding_window_pattern": 2}),

@@ -68,7 +68,7 @@ UNPACKED_IN_4 = (
 )  # of these, version 4 does not read from position_ids where documents begin
 NO_KERNELS = "fast path is not available"  # which version 4 says of linear attention without its packages of kernels
 ONE_BASE_IN_4 = ("olmo3",)  # version 4 knows one base of the rotary frequencies, under a window too
-EAGER_IN_4 = ("gemma2",)  # the attention that version 4 takes by itself leaves out model.score_cap
+EAGER_IN_4 = ("gemma2", "vaultgemma")  # the attention that version 4 takes by itself leaves out model.score_cap
 
 
 @dataclass

@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 must be moe_k=2, of which it is another name; remove one of them"),
     ("minimax_m2", {"num_experts": None}, "num_experts=null must be num_local_experts=6, of which it is another name; remove one of them"),
     ("minimax_m2", {"rotary_dim": 10**400}, "is not possible with model.family=minimax_m2: it must be a number that a float can hold; "),
-    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "exaone_moe", "mellum", "granite_swa", "granitemoe_swa", "cwm", "qwen3_next", "qwen3_5_moe_text")),
+    *((family, {"layer_types": []}, "layer_types=[] is not possible with num_hidden_layers=2: it must have an entry for each layer; ") for family in ("qwen2", "gemma3_text", "gpt_oss", "dots1", "olmo3", "afmoe", "ministral", "exaone4", "exaone_moe", "mellum", "granite_swa", "granitemoe_swa", "cwm", "vaultgemma", "qwen3_next", "qwen3_5_moe_text")),
     ("llama", {"rope_interleaved": True}, "rope_interleaved=true is not possible with model.family=llama, which knows rope_interleaved=false alone; "),
     ("mixtral", {"attention_bias": True}, "attention_bias=true is not possible with model.family=mixtral"),
     ("qwen2", {"use_mrope": True}, "use_mrope=true is not possible with model.family=qwen2"),
@@ -130,4 +130,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"sliding_window": 8}, "sliding_window=8 is not known with model.family=gemma; "),
     ("cwm", {"attention_bias": True}, "attention_bias=true is not known with model.family=cwm; "),
     ("cwm", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope_type must be one of default, linear, llama3, yarn, dynamic; "),
+    ("vaultgemma", {"hidden_activation": "gelu"}, 'hidden_activation="gelu" is not possible with model.family=vaultgemma, which knows hidden_activation="gelu_pytorch_tanh" alone; '),
+    ("vaultgemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not known with model.family=vaultgemma; "),
+    ("vaultgemma", {"attention_bias": None}, "attention_bias=null is not possible with model.family=vaultgemma: it must be bool; "),
 ]  # fmt: skip
