@@ -46,6 +46,7 @@ FamilyName = Literal[
     "gemma2",
     "gemma3_text",
     "vaultgemma",
+    "youtu",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

@@ -133,4 +133,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("vaultgemma", {"hidden_activation": "gelu"}, 'hidden_activation="gelu" is not possible with model.family=vaultgemma, which knows hidden_activation="gelu_pytorch_tanh" alone; '),
     ("vaultgemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not known with model.family=vaultgemma; "),
     ("vaultgemma", {"attention_bias": None}, "attention_bias=null is not possible with model.family=vaultgemma: it must be bool; "),
+    ("youtu", {"rope_interleave": False}, "rope_interleave=false is not possible with model.family=youtu, which knows rope_interleave=true alone; "),
+    ("youtu", {"attention_bias": True}, "attention_bias=true is not possible with model.family=youtu"),
+    ("youtu", {"n_routed_experts": 8}, "n_routed_experts=8 is not known with model.family=youtu; "),
+    ("youtu", {"head_dim": 16}, "head_dim=16 is not possible with qk_rope_head_dim=8: the class turns so many channels; "),
+    ("youtu", {"embedding_initializer_range": "0.1"}, 'embedding_initializer_range="0.1" is not possible with model.family=youtu: it must be float; '),
+    ("youtu", {"initializer_range": None, "hidden_size": "32"}, 'hidden_size="32" is not possible with model.family=youtu: it must be int; '),
+    ("youtu", {"initializer_range": None, "hidden_size": 10**400, "num_hidden_layers": "2"}, 'num_hidden_layers="2" is not possible with model.family=youtu: it must be int; '),
 ]  # fmt: skip
