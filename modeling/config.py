@@ -35,6 +35,7 @@ FamilyName = Literal[
     "seed_oss",
     "granite",
     "granite_swa",
+    "hyperclovax",
     "ernie4_5",
     "starcoder2",
     "stablelm",

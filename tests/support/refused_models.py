@@ -140,4 +140,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("youtu", {"embedding_initializer_range": "0.1"}, 'embedding_initializer_range="0.1" is not possible with model.family=youtu: it must be float; '),
     ("youtu", {"initializer_range": None, "hidden_size": "32"}, 'hidden_size="32" is not possible with model.family=youtu: it must be int; '),
     ("youtu", {"initializer_range": None, "hidden_size": 10**400, "num_hidden_layers": "2"}, 'num_hidden_layers="2" is not possible with model.family=youtu: it must be int; '),
+    *(("hyperclovax", {"logits_scaling": factor}, "it must be above 0; ") for factor in (0, -0.5, float("inf"), float("nan"))),
+    ("hyperclovax", {"logits_scaling": None}, "logits_scaling=null is not possible with model.family=hyperclovax: it must be float; "),
+    ("hyperclovax", {"use_post_norm": 1}, "use_post_norm=1 is not possible with model.family=hyperclovax: it must be bool; "),
+    ("hyperclovax", {"embedding_multiplier": None}, "embedding_multiplier=null is not possible with model.family=hyperclovax: it must be float; "),
 ]  # fmt: skip
