@@ -113,7 +113,7 @@ def from_config_json(content: Mapping[str, Any]) -> ModelConfig:
         told = f"must be one of the {len(FAMILIES)} families that `roundtable config --keys model.family` lists"
         raise InexpressibleConfig([f"config.json: model_type={shown(name)} {told}; {REMEDY}"])
     family, told = family_of(name), f"with model.family={name}"
-    problems = [*alias_problems(family, content)]
+    problems = [*alias_problems(family.aliases, content)]
     content = {family.aliases.get(key, key): value for key, value in content.items()} | dict(content)
     if family.completed is not None:
         content = family.completed(content)
@@ -155,9 +155,9 @@ def constant_problems(family: Family, content: Mapping[str, Any]) -> Iterator[st
             )
 
 
-def alias_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
+def alias_problems(aliases: Mapping[str, str], content: Mapping[str, Any]) -> Iterator[str]:
     """One message for each key that is given under two names with two values; version 5 would take the other name's."""
-    for alias, key in family.aliases.items():
+    for alias, key in aliases.items():
         if alias not in EVERYWHERE and {alias, key} <= content.keys() and content[alias] != content[key]:
             rule = f"must be {key}={shown(content[key])}, of which it is another name; remove one of them"
             yield f"config.json: {alias}={shown(content[alias])} {rule}"

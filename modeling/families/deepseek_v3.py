@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, sigmoid routing within groups of experts, shared experts."""
 
 from modeling.config import MLAConfig, ModelConfig
-from modeling.families.family import Family, Key
+from modeling.families.family import Family, Key, OtherName
 from modeling.families.shared import (
     DECODER,
     DECODER_CONSTANTS,
@@ -34,7 +34,8 @@ LATENT_ATTENTION = {
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
-    model_types=("kimi_k2",),  # Kimi K2 (arXiv:2507.20534); its files name DeepSeek-V3's class, and bring its code
+    # Kimi K2 (arXiv:2507.20534); its files name DeepSeek-V3's class, and bring its code
+    model_types={"kimi_k2": OtherName()},
     weights={
         **DECODER,
         **LATENT_ATTENTION,

@@ -25,6 +25,18 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherName:
+    """Another model_type of a class's files. Their config.json is read as the class's own, but for what stands here."""
+
+    architecture: str = ""  # the class that such files name instead
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # key -> its value where it is left out
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys -> keys
+    # more keys, of which transformers' class computes this one value alone
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)  # key -> the key whose value it must repeat
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One `transformers` architecture. Each module of this package has one as ``FAMILY``.
 
@@ -34,8 +46,8 @@ class Family:
     """
 
     architecture: str  # the class in transformers
-    # what else files call it whose own code computes the same, though transformers has no such class
-    model_types: tuple[str, ...] = ()
+    # what else files call it: transformers has no class of that name, or takes this one for it
+    model_types: Mapping[str, OtherName] = field(default_factory=dict)
     within: str = ""  # model_type of a model with images whose text_config is this class's
     # beginnings of the names of its text model's tensors in such a model's files -> those in files of this class
     prefixes_of_text: Mapping[str, str] = field(default_factory=lambda: {"model.language_model.": "model."})

@@ -1,7 +1,7 @@
 """Llama (arXiv:2302.13971): the dense decoder."""
 
 from modeling.config import ModelConfig
-from modeling.families.family import Family
+from modeling.families.family import Family, OtherName
 from modeling.families.shared import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -19,8 +19,50 @@ from modeling.families.shared import (
 )
 from modeling.rope_scaling import Llama3Scaling
 
+# Both have a config class in transformers, which takes Llama's class for their models.
+INTERNLM3 = OtherName(
+    architecture="InternLM3ForCausalLM",
+    defaults={
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 10240,
+        "max_position_embeddings": 32768,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128512,
+    },
+    aliases={"bias": "mlp_bias", "qkv_bias": "attention_bias"},
+    same={"attention_bias": "mlp_bias"},  # in the files' own code mlp_bias is that of attention's output too
+)
+IQUESTCODER = OtherName(
+    architecture="IQuestCoderForCausalLM",
+    defaults={
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 80,
+        "num_key_value_heads": 8,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 76800,
+    },
+    constants={"clip_qkv": None, "sliding_window": None, "use_sliding_window": False},
+)
+
 FAMILY = Family(
     architecture="LlamaForCausalLM",
+    model_types={"internlm3": INTERNLM3, "iquestcoder": IQUESTCODER},
     weights={**DECODER, **ATTENTION, **QKV_BIAS, **O_BIAS, **FEED_FORWARD, **FEED_FORWARD_BIAS},
     keys={
         **DECODER_KEYS,

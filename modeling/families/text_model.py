@@ -5,8 +5,8 @@ from typing import Any
 
 from modeling.config import FAMILIES
 from modeling.families import base_keys
-from modeling.families.config_json import EVERYWHERE, QUANTIZED, REMEDY, InexpressibleConfig
-from modeling.families.family import Family, family_of
+from modeling.families.config_json import EVERYWHERE, QUANTIZED, REMEDY, InexpressibleConfig, alias_problems
+from modeling.families.family import Family, OtherName, family_of
 from modeling.families.values import shown
 
 # Keys of a model with images that do not change what its text model computes.
@@ -30,7 +30,8 @@ def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
     A model_type may be another name of a family's class (``Family.model_types``), or that of a model with images, of
     which only text_config is read (``Family.within``). Raises InexpressibleConfig, with one line for each key, where
-    such a model has no usable text_config, or has an unknown key beside it.
+    such a model has no usable text_config, or has an unknown key beside it, or where a model under another name is
+    beyond the class.
     """
     name = content.get("model_type")
     if name in FAMILIES or not isinstance(name, str):
@@ -38,10 +39,37 @@ def text_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
     for ours in FAMILIES:
         family = family_of(ours)
         if name in family.model_types:
-            return {**content, "model_type": ours}
+            return renamed(content, ours, family.model_types[name])
         if name == family.within:
             return part_about_text(content, ours)
     return content
+
+
+def renamed(content: Mapping[str, Any], ours: str, other: OtherName) -> Mapping[str, Any]:
+    """``content``, which is under another name of the class, in the keys of the class."""
+    told = {other.aliases.get(key, key): value for key, value in content.items() if key not in other.constants}
+    told = {**other.defaults, **told, "model_type": ours}
+    problems = [*alias_problems(other.aliases, content), *renaming_problems(content, told, other)]
+    if problems:
+        raise InexpressibleConfig(problems)
+    if told.get("architectures") == [other.architecture]:
+        told["architectures"] = [family_of(ours).architecture]
+    return told
+
+
+def renaming_problems(content: Mapping[str, Any], told: Mapping[str, Any], other: OtherName) -> Iterator[str]:
+    """One line for each key of ``content`` that the class, in whose keys ``told`` is, cannot compute."""
+    named = f"is not possible with model_type={content['model_type']}"
+    for key, constant in other.constants.items():
+        if content.get(key, constant) != constant:
+            rule = f"{named}, whose class knows {key}={shown(constant)} alone"
+            yield f"config.json: {key}={shown(content[key])} {rule}; {REMEDY}"
+    names = {key: alias for alias, key in other.aliases.items() if alias in content}
+    for key, copied in other.same.items():
+        if told[key] != told[copied]:
+            beside = f"{names.get(copied, copied)}={shown(told[copied])}"
+            rule = f"{named} and {beside}, since its class has one value for both"
+            yield f"config.json: {names.get(key, key)}={shown(told[key])} {rule}; {REMEDY}"
 
 
 def part_about_text(content: Mapping[str, Any], ours: str) -> Mapping[str, Any]:

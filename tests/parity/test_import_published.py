@@ -15,7 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_folders import LOGITS_TOLERANCE, difference, imported, loaded, said, save_hf_model, stored
 from launcher.cli import main
 from modeling.config import FamilyName, ModelConfig
-from modeling.rope_scaling import YarnScaling
+from modeling.families.config_json import InexpressibleConfig, from_config_json
+from modeling.families.family import family_of
+from modeling.families.text_model import text_model
+from modeling.rope_scaling import DynamicScaling, YarnScaling
 from small_models import example_config
 
 
@@ -34,6 +37,64 @@ def test_another_name_of_a_class_is_read(tmp_path: Path) -> None:
     assert difference(source, out) <= LOGITS_TOLERANCE
     assert main(["export", str(out), str(again), "--verify"]) == 0
     assert json.loads((again / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
+CLIPPING = {"clip_qkv": None, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0}
+OF_LLAMA: list[tuple[str, str, dict[str, str], dict[str, object]]] = [
+    ("internlm3", "InternLM3ForCausalLM", {"attention_bias": "qkv_bias", "mlp_bias": "bias"}, {}),
+    ("iquestcoder", "IQuestCoderForCausalLM", {}, CLIPPING),
+]
+
+
+@pytest.mark.parametrize(("name", "architecture", "renamed", "more"), OF_LLAMA)
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_a_model_that_llama_s_class_computes_is_read(
+    name: str, architecture: str, renamed: dict[str, str], more: dict[str, object], has_biases: bool, tmp_path: Path
+) -> None:
+    """InternLM3 and IQuest-Coder: transformers has config classes for them, and the files code of their own."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "ff_bias"), has_biases)
+    scaling = DynamicScaling(factor=6.0, original_seq_len=8) if name == "internlm3" else None
+    config = example_config("llama", vocab_size=257, rope_scaling=scaling, **biases)
+    save_hf_model(source, config)
+    path = source / "config.json"
+    content = {renamed.get(key, key): value for key, value in json.loads(path.read_text()).items()}
+    content |= {"model_type": name, "architectures": [architecture], **more}
+    path.write_text(json.dumps(content | {"auto_map": {"AutoConfig": "configuration.C"}}))
+    assert said(imported(source, out).config.model) == said(config)
+    assert type(loaded(source)).__name__ == "LlamaForCausalLM"
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+    exported = json.loads((again / "config.json").read_text())
+    assert (exported["model_type"], exported["architectures"]) == ("llama", ["LlamaForCausalLM"])
+
+
+@pytest.mark.parametrize("name", ["internlm3", "iquestcoder"])
+def test_what_is_left_out_is_what_the_config_class_takes(name: str) -> None:
+    """Its defaults are not Llama's."""
+    theirs, content, llama = AutoConfig.for_model(name), text_model({"model_type": name}), family_of("llama")
+    told = {**llama.constants, **llama.defaults, **content}
+    keys = {*llama.keys, *llama.constants, *content} - {"model_type"}
+    assert {key: getattr(theirs, key) for key in keys} == {key: told[key] for key in keys}
+    assert from_config_json(content) == from_config_json(text_model(theirs.to_dict()))
+
+
+BEYOND = [
+    ({"qkv_bias": True}, "qkv_bias=true is not possible with model_type=internlm3 and mlp_bias=false, since its cl"),
+    ({"mlp_bias": True}, "attention_bias=false is not possible with model_type=internlm3 and mlp_bias=true, since "),
+    ({"bias": True, "mlp_bias": False, "qkv_bias": False}, "bias=true must be mlp_bias=false, of which it is anot"),
+    ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "clip_qkv=8.0 is not possible with model_type=iquestcoder, "),
+    ({"model_type": "iquestcoder", "use_sliding_window": True}, "use_sliding_window=true is not possible with mod"),
+    ({"model_type": "iquestcoder", "sliding_window": 8}, "sliding_window=8 is not possible with model_type=iquest"),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), BEYOND, ids=[f"{number}" for number, _ in enumerate(BEYOND)])
+def test_what_llama_s_class_does_not_compute_is_refused(content: dict[str, object], told: str) -> None:
+    with pytest.raises(InexpressibleConfig) as caught:
+        text_model({"model_type": "internlm3", **content})
+    (line,) = caught.value.problems
+    assert line.startswith(f"config.json: {told}")
 
 
 CHUNKS = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 40}
