@@ -37,6 +37,7 @@ FamilyName = Literal[
     "granite_swa",
     "hyperclovax",
     "ernie4_5",
+    "glm",
     "starcoder2",
     "stablelm",
     "cwm",

@@ -199,7 +199,7 @@ def parts_in(config: ModelConfig, folder: ModelFolder, name: str) -> list[HFPart
 def wanted_tensors(config: ModelConfig, folder: ModelFolder) -> Iterator[HFPart]:
     """Each tensor that the files must hold, once."""
     for name in logical_shapes(config):
-        for part in parts_in(config, folder, name):
+        for part in {part.name: part for part in parts_in(config, folder, name)}.values():
             if part.names[0] == name:  # the first of those that share it
                 yield part
 

@@ -1,7 +1,6 @@
 """ERNIE 4.5 without experts (Baidu, 2025): Llama that turns neighbouring channels, with all biases or none."""
 
 from modeling.families.family import Family, Key
-from modeling.families.packed import head_groups, kv_head_groups, turned_in_pairs
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
@@ -14,18 +13,10 @@ from modeling.families.shared import (
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
     O_BIAS,
+    PAIRED,
+    PAIRED_BIAS,
     QKV_BIAS,
 )
-
-OURS, THEIRS = "layers.{layer}.attention", "model.layers.{layer}.self_attn"
-TURNED = {
-    **turned_in_pairs(f"{THEIRS}.q_proj.weight", f"{OURS}.q.weight", head_groups),
-    **turned_in_pairs(f"{THEIRS}.k_proj.weight", f"{OURS}.k.weight", kv_head_groups),
-}
-TURNED_BIASES = {
-    **turned_in_pairs(f"{THEIRS}.q_proj.bias", f"{OURS}.q.bias", head_groups),
-    **turned_in_pairs(f"{THEIRS}.k_proj.bias", f"{OURS}.k.bias", kv_head_groups),
-}
 
 FAMILY = Family(
     architecture="Ernie4_5ForCausalLM",
@@ -34,8 +25,8 @@ FAMILY = Family(
         **ATTENTION,
         **QKV_BIAS,
         **O_BIAS,
-        **TURNED,
-        **TURNED_BIASES,
+        **PAIRED,
+        **PAIRED_BIAS,
         **FEED_FORWARD,
         **FEED_FORWARD_BIAS,
     },

@@ -6,7 +6,7 @@ from typing import Any
 from modeling.config import ModelConfig
 from modeling.expert_layers import told_once
 from modeling.families.family import Family, Key, moe_of
-from modeling.families.packed import Packed, head_groups, kv_head_groups, turned_in_pairs
+from modeling.families.packed import Packed
 from modeling.families.shared import (
     ATTENTION,
     DECODER,
@@ -17,13 +17,13 @@ from modeling.families.shared import (
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
     HEAD_KEYS,
+    PAIRED,
     ROUTER_LOSS,
     SHARED_EXPERTS,
     SOFTMAX_ROUTER,
     is_count,
 )
 
-Q, K = "layers.{layer}.attention.q.weight", "layers.{layer}.attention.k.weight"
 BIAS = "layers.{layer}.feed_forward.router.bias"
 DEFAULTS = {
     **DECODER_DEFAULTS,
@@ -80,8 +80,7 @@ FAMILY = Family(
     weights={
         **DECODER,
         **ATTENTION,
-        **turned_in_pairs("model.layers.{layer}.self_attn.q_proj.weight", Q, head_groups),
-        **turned_in_pairs("model.layers.{layer}.self_attn.k_proj.weight", K, kv_head_groups),
+        **PAIRED,
         **FEED_FORWARD,
         **EXPERTS,
         BIAS: Packed(name="model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", parts=(BIAS,), as_row=True),

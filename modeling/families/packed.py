@@ -29,9 +29,10 @@ class Packed:
     """A tensor of the files that joins our weights ``parts`` along their rows (their outputs).
 
     The rows are in ``groups`` equal groups, each with its share of every part, in the order of ``parts``. In a stack of
-    experts that is so for each expert. ``transposed``: the files have (in, out). ``in_pairs``: within a part's share of
-    a group the files have channels (2c, 2c + 1) where ours are (c, c + half), the pairs that the rotary embedding
-    rotates. ``as_row``: the files' tensor has one more dim of size 1 before ours; ``as_column``: after the rows.
+    experts that is so for each expert. ``transposed``: the files have (in, out). ``in_pairs``: each group is a head,
+    and of its channels that are rotated the files have (2c, 2c + 1) where ours are (c, c + half), the pairs that the
+    rotary embedding rotates. ``as_row``: the files' tensor has one more dim of size 1 before ours; ``as_column``: after
+    the rows.
     """
 
     name: str  # in the files, with {layer}

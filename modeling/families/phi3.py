@@ -11,6 +11,7 @@ from modeling.families.shared import (
     DECODER_KEYS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
+    GATE_UP,
     WINDOW,
     whole_number,
 )
@@ -43,11 +44,7 @@ FAMILY = Family(
             "layers.{layer}.attention.k.weight",
             "layers.{layer}.attention.v.weight",
         ),
-        **packed(
-            "model.layers.{layer}.mlp.gate_up_proj.weight",
-            "layers.{layer}.feed_forward.gate.weight",
-            "layers.{layer}.feed_forward.up.weight",
-        ),
+        **GATE_UP,
     },
     keys={
         **DECODER_KEYS,

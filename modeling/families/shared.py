@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from modeling.config import ActivationName, ModelConfig
 from modeling.families.family import Key, moe_of
-from modeling.families.packed import Packed, head_groups, packed
+from modeling.families.packed import Packed, head_groups, kv_head_groups, packed, turned_in_pairs
 from modeling.families.values import checked
 from modeling.moe_config import Balance, MoEConfig
 
@@ -33,12 +33,28 @@ QKV_BIAS = {
     "layers.{layer}.attention.k.bias": "model.layers.{layer}.self_attn.k_proj.bias",
     "layers.{layer}.attention.v.bias": "model.layers.{layer}.self_attn.v_proj.bias",
 }
+# Instead of those in ATTENTION and QKV_BIAS, of classes that rotate channels (2c, 2c + 1).
+PAIRED: dict[str, Packed] = {
+    **turned_in_pairs("model.layers.{layer}.self_attn.q_proj.weight", "layers.{layer}.attention.q.weight", head_groups),
+    **turned_in_pairs(
+        "model.layers.{layer}.self_attn.k_proj.weight", "layers.{layer}.attention.k.weight", kv_head_groups
+    ),
+}
+PAIRED_BIAS: dict[str, Packed] = {
+    **turned_in_pairs("model.layers.{layer}.self_attn.q_proj.bias", "layers.{layer}.attention.q.bias", head_groups),
+    **turned_in_pairs("model.layers.{layer}.self_attn.k_proj.bias", "layers.{layer}.attention.k.bias", kv_head_groups),
+}
 O_BIAS = {"layers.{layer}.attention.o_bias.bias": "model.layers.{layer}.self_attn.o_proj.bias"}
 FEED_FORWARD = {
     "layers.{layer}.feed_forward.gate.weight": "model.layers.{layer}.mlp.gate_proj.weight",
     "layers.{layer}.feed_forward.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
     "layers.{layer}.feed_forward.down.weight": "model.layers.{layer}.mlp.down_proj.weight",
 }
+GATE_UP = packed(  # instead of those in FEED_FORWARD, of classes that have both in one tensor
+    "model.layers.{layer}.mlp.gate_up_proj.weight",
+    "layers.{layer}.feed_forward.gate.weight",
+    "layers.{layer}.feed_forward.up.weight",
+)
 FEED_FORWARD_BIAS = {
     "layers.{layer}.feed_forward.gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
     "layers.{layer}.feed_forward.up.bias": "model.layers.{layer}.mlp.up_proj.bias",

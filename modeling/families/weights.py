@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def hf_parts(config: ModelConfig, name: str, *, stacked: bool = False) -> list[H
     told = told_of(config, name, stacked=stacked)
     template, shape = hf_template(config, name, stacked=stacked), logical_tensors(config)[name].shape
     if isinstance(told, Packed):
-        return [packed_part(config, name, told)]
+        return [*packed_parts(config, name, told)]
     if "{expert}" not in template:
         return [HFPart(template, shape, itself, (name,))]
     experts = range(shape[0])
@@ -80,8 +80,12 @@ def itself(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
-    """The part of the files for a logical tensor that is packed with others, or lies in another order or shape."""
+def packed_parts(config: ModelConfig, name: str, told: Packed) -> tuple[HFPart, ...]:
+    """The parts of the files for a logical tensor that is packed with others, or lies in another order or shape.
+
+    There is one part, unless pairs of channels lie together and only some of a head's channels are rotated. Then each
+    head has two: its rotated channels, whose order differs, and the others.
+    """
     layer = LAYER.search(name)
     names = tuple(part if layer is None else part.replace("{layer}", layer.group()) for part in told.parts)
     tensors = logical_tensors(config)
@@ -98,15 +102,27 @@ def packed_part(config: ModelConfig, name: str, told: Packed) -> HFPart:
     number = names.index(name)
     start, size = sum(sizes[:number]) // groups, sizes[number] // groups
 
-    def view(whole: Tensor) -> Tensor:
+    def share(whole: Tensor) -> Tensor:
         whole = whole.squeeze(0) if told.as_row else whole
         whole = whole.squeeze(rows + 1) if told.as_column else whole
         whole = whole.transpose(rows, rows + 1) if told.transposed else whole
-        share = whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
-        return share.unflatten(rows + 1, (-1, 2)).transpose(rows + 1, rows + 2) if told.in_pairs else share
+        return whole.unflatten(rows, (groups, -1)).narrow(rows + 1, start, size)
 
+    def in_pairs(whole: Tensor) -> Tensor:
+        return share(whole).unflatten(rows + 1, (-1, 2)).transpose(rows + 1, rows + 2)
+
+    def rotated(head: int, whole: Tensor) -> Tensor:
+        channels = share(whole).select(rows, head).narrow(rows, 0, config.rope_dim)
+        return channels.unflatten(rows, (-1, 2)).transpose(rows, rows + 1)
+
+    def others(head: int, whole: Tensor) -> Tensor:
+        return share(whole).select(rows, head).narrow(rows, config.rope_dim, size - config.rope_dim)
+
+    views: list[Callable[[Tensor], Tensor]] = [in_pairs if told.in_pairs else share]
+    if told.in_pairs and config.rope_dim < size:
+        views = [partial(view, head) for head in range(groups) for view in (rotated, others)]
     in_files = told.name if layer is None else told.name.replace("{layer}", layer.group())
-    return HFPart(in_files, tuple(shape), view, names)
+    return tuple(HFPart(in_files, tuple(shape), view, names) for view in views)
 
 
 def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -124,13 +140,15 @@ def to_hf(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
             yield from ((part.name, piece) for part, piece in zip(parts, pieces, strict=True))
             yield from ((copy, tensor) for copy in copies_of(config, name))
         else:
-            (part,) = parts
-            whole, missing = begun.setdefault(part.name, (tensor.new_empty(part.shape), set(part.names)))
-            place = part.view(whole)
-            place.copy_(tensor.detach().reshape(place.shape))
+            first = parts[0]
+            whole, missing = begun.setdefault(first.name, (tensor.new_empty(first.shape), set(first.names)))
+            places = [part.view(whole) for part in parts]
+            pieces = tensor.detach().flatten().split([place.numel() for place in places])
+            for place, piece in zip(places, pieces, strict=True):
+                place.copy_(piece.view(place.shape))
             missing.remove(name)
             if not missing:
-                yield part.name, begun.pop(part.name)[0]
+                yield first.name, begun.pop(first.name)[0]
         if lacks_bias(config, name):
             told = told_of(config, name.replace("router.weight", "router.bias"))
             shape = (1, len(tensor)) if isinstance(told, Packed) and told.as_row else (len(tensor),)

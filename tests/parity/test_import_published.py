@@ -133,6 +133,56 @@ def test_a_dual_chunk_attention_that_nobody_knows_is_refused(table: object, tmp_
     assert "chunk_size, local_size, original_max_position_embeddings alone" in line
 
 
+# All keys of the published files of glm-4-9b-chat-hf and GLM-4-9B-0414 but for those of special tokens, smaller.
+GLM = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-07,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.47.0.dev0",
+    "use_cache": True,
+    "vocab_size": 257,
+}
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("glm", "GlmForCausalLM")])
+@pytest.mark.parametrize("told", [{"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75}, {}], ids=str)
+def test_glm_is_read_as_it_is_published(
+    family: FamilyName, architecture: str, told: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of each head turns, half of it where nothing is said; an export has the same bits again."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    save_hf_model(source, example_config(family, vocab_size=257, init_std=0.1))
+    before = stored(source)
+    assert before["model.layers.0.mlp.gate_up_proj.weight"].shape == (80, 32)
+    content = {"architectures": [architecture], "model_type": family, "eos_token_id": [0, 3], "pad_token_id": 0}
+    (source / "config.json").write_text(json.dumps({**content, **GLM, **told}))
+    model = imported(source, out).config.model
+    assert model.rope_dim == 16 * told.get("partial_rotary_factor", 0.5) and model.qkv_bias
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again)]) == 0
+    after = stored(again)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    del before["model.layers.0.self_attn.q_proj.weight"]
+    save_file(before, source / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["import", str(source), str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{source} must hold model.layers.0.self_attn.q_proj.weight [64, 32], and no file does; " in line
+
+
 TEXT_MODELS: list[tuple[FamilyName, str]] = [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
 
 

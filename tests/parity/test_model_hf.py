@@ -97,6 +97,17 @@ def test_yarn_without_a_ramp_equals(family: FamilyName, original: int) -> None:
     check_logits(model, exported(model, config), config, packed_rows(config.vocab_size, 1, LENGTHS))
 
 
+@pytest.mark.parametrize("fraction", [0.125, 0.75])
+@pytest.mark.parametrize("family", ["glm"])
+def test_any_part_of_a_head_turns_in_neighbouring_channels(family: FamilyName, fraction: float) -> None:
+    """One pair of a head's 16 channels, and 12 of them: the files' rows are in another order within that part alone."""
+    config = example_config(family, rope_fraction=fraction)
+    model, theirs = build(config, 1), exported(build(config, 1), config)
+    rows = packed_rows(config.vocab_size, 1, LENGTHS)
+    check_logits(model, theirs, config, rows)
+    check_gradients(model, theirs, config, rows, next_tokens(rows))
+
+
 GRADIENTS_FAST = ("llama", "gpt2", "gemma2", "bloom", "qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3")
 
 

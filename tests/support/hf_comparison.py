@@ -217,7 +217,7 @@ def from_hf(config: ModelConfig, get_tensor: Callable[[str], Tensor]) -> dict[st
     found = {}
     for name, shape in logical_shapes(config).items():
         pieces = [part.view(get_tensor(part.name)) for part in hf_parts(config, name)]
-        found[name] = (pieces[0] if len(pieces) == 1 else torch.stack(pieces)).reshape(shape)
+        found[name] = torch.cat([piece.flatten() for piece in pieces]).reshape(shape)
     return found
 
 
