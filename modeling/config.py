@@ -38,6 +38,7 @@ FamilyName = Literal[
     "hyperclovax",
     "ernie4_5",
     "glm",
+    "glm4",
     "starcoder2",
     "stablelm",
     "cwm",

@@ -156,7 +156,7 @@ GLM = {
 }
 
 
-@pytest.mark.parametrize(("family", "architecture"), [("glm", "GlmForCausalLM")])
+@pytest.mark.parametrize(("family", "architecture"), [("glm", "GlmForCausalLM"), ("glm4", "Glm4ForCausalLM")])
 @pytest.mark.parametrize("told", [{"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75}, {}], ids=str)
 def test_glm_is_read_as_it_is_published(
     family: FamilyName, architecture: str, told: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -98,7 +98,7 @@ def test_yarn_without_a_ramp_equals(family: FamilyName, original: int) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.125, 0.75])
-@pytest.mark.parametrize("family", ["glm"])
+@pytest.mark.parametrize("family", ["glm", "glm4"])
 def test_any_part_of_a_head_turns_in_neighbouring_channels(family: FamilyName, fraction: float) -> None:
     """One pair of a head's 16 channels, and 12 of them: the files' rows are in another order within that part alone."""
     config = example_config(family, rope_fraction=fraction)

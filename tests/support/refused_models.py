@@ -108,6 +108,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5", {"use_bias": 1}, "use_bias=1 is not possible with model.family=ernie4_5: it must be bool; "),
     ("glm", {"attention_bias": None}, "attention_bias=null is not possible with model.family=glm: it must be bool; "),
     ("glm", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not possible with model.family=glm, which knows hidden_act="silu" alone; '),
+    ("glm4", {"sliding_window": 8}, "sliding_window=8 is not known with model.family=glm4; "),
     ("glm", {"rope_parameters": {"partial_rotary_factor": None}}, "partial_rotary_factor=null is not possible: it must be float; "),
     ("starcoder2", {"hidden_act": "quick_gelu"}, 'hidden_act="quick_gelu" is not possible with model.family=starcoder2: it must be one of '),
     ("starcoder2", {"use_bias": None}, "use_bias=null is not possible with model.family=starcoder2: it must be bool; "),
