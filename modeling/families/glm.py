@@ -1,4 +1,4 @@
-"""GLM-4 of 2024 (arXiv:2406.12793): Llama with biases that turns neighbouring channels of half of each head."""
+"""GLM-4 of 2024 (arXiv:2406.12793): Llama with biases of q, k and v, of whose heads a part turns, by neighbours."""
 
 from modeling.families.family import Family
 from modeling.families.shared import (

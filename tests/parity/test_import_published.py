@@ -133,7 +133,7 @@ def test_a_dual_chunk_attention_that_nobody_knows_is_refused(table: object, tmp_
     assert "chunk_size, local_size, original_max_position_embeddings alone" in line
 
 
-# All keys of the published files of glm-4-9b-chat-hf and GLM-4-9B-0414 but for those of special tokens, smaller.
+# The keys that files of glm-4-9b-chat-hf and GLM-4-9B-0414 have, but for special tokens; smaller.
 GLM = {
     "attention_bias": True,
     "attention_dropout": 0.0,
