@@ -34,7 +34,7 @@ def factors(config: ModelConfig) -> Iterator[Tensor]:
     if config.embedding_dropout:
         yield Dropout(config.embedding_dropout, 0, EMBEDDING)(ones_BSD, DRAWS)
     for layer in range(config.n_layers):
-        if config.attention_dropout:
+        if config.attention_dropout and not config.is_linear_layer(layer):  # linear attention has no scores to drop
             seeds_B = DRAWS.of_samples(layer, SCORES)
             dropout = ScoreDropout(config.attention_dropout, seeds_B, range(config.n_heads))
             yield dropout.factors(torch.arange(S), 0, S)
