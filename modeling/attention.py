@@ -18,7 +18,7 @@ from modeling.kv_cache import LayerCache
 from modeling.linear import Bias, Linear
 from modeling.mixer import Mixer
 from modeling.norm import RMSNorm
-from modeling.rope import Rotary, rotate, score_factor
+from modeling.rope import Rotary, rotate, scaled, score_factor
 from modeling.score_terms import Alibi, Buckets, DistanceBias, ScoreTerms, Sinks
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever norm_eps is, as in transformers' class
@@ -63,6 +63,8 @@ class Attention(Mixer):
         """
         hidden_BSD = self.positions.gather(hidden_BSD)
         q_BSHC, kept = self.query_and_kept(hidden_BSD, context.rope_tables(self.rotary))
+        factors_BS1 = context.query_factors(self.rotary)
+        q_BSHC = q_BSHC if factors_BS1 is None else self.fuse(scaled, q_BSHC, factors_BS1)
         core = self.core
         if cache is not None:
             held = cache.extend(kept, context, self.sliding_window)

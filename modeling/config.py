@@ -28,6 +28,7 @@ FamilyName = Literal[
     "bloom",
     "mistral",
     "ministral",
+    "ministral3",
     "qwen2",
     "qwen3",
     "phi3",

@@ -202,6 +202,20 @@ class Context:
         return self.rope[rotary]
 
     @cached_property
+    def growths(self) -> dict[Rotary, Tensor | None]:
+        """Factors of queries already computed."""
+        return {}
+
+    def query_factors(self, rotary: Rotary) -> Tensor | None:
+        """The factors of the positions' queries, fp32 (B, S, 1), or None (``Rotary.query_factors``).
+
+        Computed once for all layers with this ``rotary``.
+        """
+        if rotary not in self.growths:
+            self.growths[rotary] = rotary.query_factors(self.positions_BS, self.bound)
+        return self.growths[rotary]
+
+    @cached_property
     def cu_seqlens(self) -> tuple[Tensor, int]:
         """Boundaries of the documents in the flattened batch (int32, from 0 to B*S), and the longest document's length.
 

@@ -46,6 +46,21 @@ class Rotary:
         factor = cosine_factor(self.scaling)
         return angles_BSR.cos() * factor, angles_BSR.sin() * factor
 
+    def query_factors(self, positions_BS: Tensor, bound: int | None = None) -> Tensor | None:
+        """What the queries at each position are multiplied by: fp32 (B, S, 1); None where it is 1 at all of them.
+
+        It grows with the number of whole original lengths before the position (``YarnScaling.query_growth``), so that
+        attention stays as sharp among more keys. A layer in which no channel turns has none. ``bound``: all positions
+        are below it; None: not known.
+        """
+        scaling = self.scaling
+        if not isinstance(scaling, YarnScaling) or scaling.query_growth == 0 or self.dim == 0:
+            return None
+        if bound is not None and bound <= scaling.original_seq_len:
+            return None
+        lengths_BS = (positions_BS // scaling.original_seq_len).float()
+        return (1 + scaling.query_growth * torch.log(1 + lengths_BS))[..., None]
+
     def frequencies(self, device: torch.device, length: int | None = None) -> Tensor:
         """Each pair's angle from one position to the next, in radians: fp32 (R/2,).
 
@@ -143,3 +158,9 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     first, second = heads_BSHC[..., :n_turning].chunk(2, dim=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat([*turned, heads_BSHC[..., n_turning:]], dim=-1)
+
+
+@linear
+def scaled(heads_BSHC: Tensor, factors_BS1: Tensor) -> Tensor:
+    """``heads_BSHC`` multiplied by their position's factor, which is rounded to their dtype first."""
+    return heads_BSHC * factors_BS1[..., None].to(heads_BSHC.dtype)

@@ -13,6 +13,7 @@ Factor = Annotated[float, Interval(ge=1.0, le=1e6)]
 Rotations = Annotated[float, Interval(ge=1e-3, le=1e6)]
 Length = Annotated[int, Interval(ge=1, le=2**40)]
 Scale = Annotated[float, Interval(ge=1e-3, le=1000.0)]
+Growth = Annotated[float, Interval(ge=0.0, le=100.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class YarnScaling:
     # DeepSeek's weight of ln(factor) in all channels: latent attention's scores are scaled by it
     mscale_all_dim: Scale | None = field(default=None, metadata={"usual": 1.0})
     truncate: bool = True  # the bounds between the parts fall on whole channels
+    # queries are multiplied by 1 + query_growth ln(1 + floor(position / original_seq_len)), as in Ministral 3
+    query_growth: Growth = field(default=0.0, metadata={"strong": 0.1})
 
 
 @dataclass(frozen=True, kw_only=True)

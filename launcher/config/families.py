@@ -63,6 +63,11 @@ def check_family(model: ModelConfig) -> Iterator[str]:
         if None in _values(model, key):
             usual = usual_number(key)
             yield f"model.{key}=null is not possible {told} needs a number; try {_plain(usual)}"
+    if family.scales_queries and model.rope_scaling is None:
+        yield (
+            f"model.rope_scaling=null is not possible {told} scales queries by its original_seq_len; "
+            "try model.rope_scaling={name: yarn}"
+        )
     for key in family.whole:
         for value in _values(model, key):
             if value is not None and value % 1:

@@ -15,7 +15,7 @@ from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
 from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
-from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling
+from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
@@ -26,6 +26,7 @@ CUT_AXES = ("tp", "pp", "cp")  # with dp they make up the world; ep folds over t
 FEW_CHUNKS = 3  # chunks of a rank's experts at most: a first, a middle and a last one
 FEW_RANKS = 8  # processes where --ranks is not given: degrees are lowered, but not below 2, to fit into so many
 SEQ_LEN = 32
+ORIGINAL_LENGTHS = 8  # of a rotary scaling in a sequence, where queries grow with their number
 D_MODEL = 32
 D_HEAD = 8
 D_FF = 48
@@ -241,8 +242,12 @@ def shrink_mup(small: ModelConfig, init: MupInit, model: ModelConfig) -> ModelCo
 def shrink_scaling(scaling: RopeScaling | None, seq_len: int, n_pairs: int) -> RopeScaling | None:
     """The same scaling, with its original length raised to ``seq_len`` where sequences have to be within it.
 
-    Of LongRoPE's factors, one for each pair of channels, ``n_pairs`` remain, taken evenly from the first on.
+    Where queries grow with their positions, it is lowered, so that they do within a sequence. Of LongRoPE's factors,
+    one for each pair of channels, ``n_pairs`` remain, taken evenly from the first on.
     """
+    if isinstance(scaling, YarnScaling) and scaling.query_growth:
+        shortened = min(scaling.original_seq_len, seq_len // ORIGINAL_LENGTHS)
+        return replace(shrink_section(scaling), original_seq_len=shortened)
     if not isinstance(scaling, DynamicScaling | LongRopeScaling):
         return scaling
     scaling = replace(scaling, original_seq_len=max(seq_len, scaling.original_seq_len))

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from modeling.config import DROPOUTS, ModelConfig
 from modeling.families.packed import Packed
 from modeling.moe_config import MoEConfig
+from modeling.rope_scaling import YarnScaling
 
 ROUTER_BIAS = "layers.{layer}.feed_forward.router.bias"  # Roundtable's name of the selection bias
 # Fields below `model` that no transformers class needs to know. Where a class has keys for dropout, these are read.
@@ -92,6 +93,8 @@ class Family:
     # the kinds of scaled frequencies that the class computes, in both versions
     rope_scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # the class's other names of these kinds
+    # the class multiplies queries by a factor that grows with their positions (yarn's query_growth), and so needs yarn
+    scales_queries: bool = False
     # fills in keys of a config.json that is read, whose values follow from other keys, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the configs of well-known models, by name
@@ -145,7 +148,10 @@ class Family:
             for name, values in {**silent, **self.allowed}.items()
             if "." not in name or name.partition(".")[0] in {*sections, "rope_scaling"}
         }
-        return {**allowed, "rope_scaling.name": self.rope_scalings} if "rope_scaling" in self.told else allowed
+        if "rope_scaling" not in self.told:
+            return allowed
+        growth = {} if self.scales_queries else {"rope_scaling.query_growth": (YarnScaling.query_growth,)}
+        return {**allowed, **growth, "rope_scaling.name": self.rope_scalings}
 
 
 def family_of(name: str) -> Family:

@@ -14,7 +14,8 @@ from modeling.families.values import checked, hints_of, shown
 from modeling.rope_scaling import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 SCALINGS = {kind().name: kind for kind in get_args(RopeScaling)}  # transformers has the same names
-ORIGINAL = {"original_seq_len": "original_max_position_embeddings"}  # our field -> the key, where they differ
+ORIGINAL = "original_max_position_embeddings"
+KEYS = {"original_seq_len": ORIGINAL, "query_growth": "llama_4_scaling_beta"}  # our field -> the key, where they differ
 PLAIN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -30,18 +31,18 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         scaling = long_rope_json(config.rope_scaling)
     elif config.rope_scaling is not None:
         scaling["rope_type"] = config.rope_scaling.name
-        for each in fields(config.rope_scaling):
-            value = getattr(config.rope_scaling, each.name)
-            if isinstance(config.rope_scaling, DynamicScaling) and each.name == "original_seq_len":
+        for key, name in names_of(type(config.rope_scaling), family).items():
+            value = getattr(config.rope_scaling, name)
+            if isinstance(config.rope_scaling, DynamicScaling) and name == "original_seq_len":
                 continue  # it is written as the longest sequence (``longest``)
-            if each.name != "name" and value is not None and value is not True:  # those are what left out means
-                scaling[ORIGINAL.get(each.name, each.name)] = value
+            if value is not None and value is not True:  # those are what left out means
+                scaling[key] = value
     is_read = not family.has_local_rope or family.since <= 4  # else it would take the place of both tables
     is_told = is_read and (config.rope_scaling is not None or family.tells_plain_rope)
     told = {"rope_scaling": scaling} if is_told else {}
     parameters = {**scaling, **rope}
     if isinstance(config.rope_scaling, LongRopeScaling):  # version 5 has all in one table
-        original = {ORIGINAL["original_seq_len"]: config.rope_scaling.original_seq_len}
+        original = {ORIGINAL: config.rope_scaling.original_seq_len}
         parameters |= {"rope_type": config.rope_scaling.name, **original}
     if not family.has_local_rope:
         return {**rope, **told, "rope_parameters": parameters}
@@ -50,6 +51,13 @@ def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     nested = {"full_attention": parameters, "sliding_attention": local}
     beside = {family.local_rope_key: base} if family.local_rope_key else {}
     return {**rope, **told, **beside, "rope_parameters": nested}
+
+
+def names_of(scaling: type[RopeScaling], family: Family) -> dict[str, str]:
+    """The keys of a scaling's table that the class reads -> our fields."""
+    unread = set() if family.scales_queries else {"query_growth"}
+    ours = [each.name for each in fields(scaling) if each.name not in {"name", *unread}]
+    return {KEYS.get(name, name): name for name in ours}
 
 
 def long_rope_json(scaling: LongRopeScaling) -> dict[str, Any]:
@@ -125,7 +133,7 @@ def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], fa
     kind = given.get("rope_type", given.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     extra = {name: value for name, value in given.items() if name not in PLAIN | family.rope_passed_over}
-    if kind == "default" and not extra:
+    if kind == "default" and not extra and not family.scales_queries:
         return values
     if not family.rope_scalings:
         raise ValueError(f"{key}={shown(given)} is not possible, frequencies are not scaled")
@@ -168,9 +176,10 @@ def read_long_rope(given: Mapping[str, Any], content: Mapping[str, Any]) -> Long
 def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any], family: Family) -> RopeScaling:
     """The scaling with these keys. A factor that is left out is the longest sequence over the original one."""
     if not isinstance(kind, str) or kind not in family.rope_scalings:
-        raise ValueError(f"rope_type must be one of default, {', '.join(family.rope_scalings)}")
+        plain = () if family.scales_queries else ("default",)
+        raise ValueError(f"rope_type must be one of {', '.join((*plain, *family.rope_scalings))}")
     scaling = SCALINGS[kind]
-    names = {ORIGINAL.get(each.name, each.name): each.name for each in fields(scaling) if each.name != "name"}
+    names = names_of(scaling, family)
     unknown = sorted(given.keys() - names.keys())
     if unknown:
         raise ValueError(f"{unknown[0]} is not known with rope_type={kind}")
@@ -183,8 +192,8 @@ def read_scaling(kind: Any, given: Mapping[str, Any], content: Mapping[str, Any]
         longest, original = content.get("max_position_embeddings"), checked(values["original_seq_len"], int)
         if type(longest) is int and 0 < original <= longest:
             values["factor"] = checked(longest, float) / original
-    needed = {"factor", "original_seq_len", "low_freq_factor", "high_freq_factor"} & {*names.values()}
-    missing = sorted(ORIGINAL.get(name, name) for name in needed - values.keys())
+    needed = {"factor", "original_seq_len", "low_freq_factor", "high_freq_factor", "query_growth"} & {*names.values()}
+    missing = sorted(KEYS.get(name, name) for name in needed - values.keys())
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     return scaling(**of_hints(scaling, values))
@@ -198,5 +207,5 @@ def of_hints(scaling: type[RopeScaling], values: Mapping[str, Any]) -> dict[str,
         try:
             found[name] = checked(value, hints[name])
         except ValueError as error:
-            raise ValueError(f"of {ORIGINAL.get(name, name)}: {error}") from None
+            raise ValueError(f"of {KEYS.get(name, name)}: {error}") from None
     return found

@@ -20,7 +20,7 @@ from modeling.families import base_keys
 from modeling.families.config_json import LISTS, InexpressibleConfig, SpecialTokens, from_config_json, to_config_json
 from modeling.families.family import TRAINING_ONLY, family_of, field_defaults, section_types
 from modeling.moe_config import BiasBalance, NoBalance
-from modeling.rope_scaling import LinearScaling, Llama3Scaling
+from modeling.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling
 from refused_models import REFUSED
 from rotating import some_fast
 from small_models import configs, example_config
@@ -311,10 +311,39 @@ def test_positions_that_are_left_out_are_the_class_s(family: FamilyName, told: d
     scaling = config.rope_scaling
     assert table["rope_theta"] == config.rope_theta
     assert table["rope_type"] == ("default" if scaling is None else scaling.name)
-    names = {"original_seq_len": "original_max_position_embeddings"}
+    check_scaling(scaling, table)
+
+
+def check_scaling(scaling: RopeScaling | None, table: dict[str, Any]) -> None:
+    """Fails where a field of the scaling is not what the class's table says."""
+    names = {"original_seq_len": "original_max_position_embeddings", "query_growth": "llama_4_scaling_beta"}
     for each in () if scaling is None else dataclasses.fields(scaling):
         key = names.get(each.name, each.name)
-        assert each.name == "name" or table.get(key) == getattr(scaling, each.name), key
+        ours, left_out = getattr(scaling, each.name), {"query_growth": 0.0, "truncate": True}.get(each.name)
+        assert each.name == "name" or table.get(key, left_out) == ours, key
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"rope_scaling": {}},
+        {"rope_parameters": None, "rope_theta": 7.0},
+        {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.25}},
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0, "rope_theta": 7.0, "max_position_embeddings": 9}},
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.25, "type": "yarn"}, "rope_theta": 7.0},
+    ],
+    ids=str,
+)
+def test_positions_of_ministral_3_are_the_class_s(told: dict[str, Any]) -> None:
+    """Whatever the file leaves out; a base too, which is another one in a file that has the other numbers."""
+    content = {"model_type": "ministral3", **told}
+    config, table = from_config_json(content), AutoConfig.for_model(**content).rope_parameters
+    assert table["rope_theta"] == config.rope_theta
+    check_scaling(config.rope_scaling, table)
 
 
 BESIDE = [

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_folders import LOGITS_TOLERANCE, difference, imported, loaded, said, save_hf_model, stored
 from launcher.cli import main
+from launcher.commands.trained import load_decoder
 from modeling.config import FamilyName, ModelConfig
+from modeling.context import Context
 from modeling.families.config_json import InexpressibleConfig, from_config_json
 from modeling.families.family import family_of
 from modeling.families.text_model import text_model
@@ -344,3 +346,107 @@ def test_other_tensors_and_keys_beside_gemma_3_are_refused(tmp_path: Path, capsy
         "text_config.final_logit_softcapping=30.0 is not possible with model_type=gemma3, whose class knows final_log"
     )
     assert line.startswith(f"{source}/config.json: {told}")
+
+
+# Of Ministral 3's published config.json, but for its sizes; the original length is shortened to 8 tokens.
+MINISTRAL3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.2,
+        "intermediate_size": 40,
+        "max_position_embeddings": 128,
+        "model_type": "ministral3",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 257,
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "5.0.0.dev0",
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": 16,
+        "image_size": 28,
+        "initializer_range": 0.02,
+        "intermediate_size": 16,
+        "model_type": "pixtral",
+        "num_attention_heads": 2,
+        "num_channels": 3,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "vision_feature_layer": -1,
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_ministral_3_with_images_is_read(prefix: str, is_tied: bool, tmp_path: Path) -> None:
+    """Logits are those of the class with images, over three original lengths; an export is the text model alone."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    content = json.loads(json.dumps(MINISTRAL3))
+    content["tie_word_embeddings"] = content["text_config"]["tie_word_embeddings"] = is_tied
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**content), trust_remote_code=False)
+    whole.float().save_pretrained(source)
+    names = {name: name.replace("language_model.model.", prefix, 1) for name in stored(source)}
+    assert sum("vision_tower" in name or "multi_modal_projector" in name for name in names) > 4
+    assert sum(name.startswith("language_model.model.layers.1.") for name in names) == 9
+    save_file({names[name]: each for name, each in stored(source).items()}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(content))
+    trained = imported(source, out)
+    assert trained.config.model.rope_scaling == YarnScaling(
+        factor=16.0, original_seq_len=8, mscale=1.0, mscale_all_dim=1.0, query_growth=0.1
+    )
+    assert trained.config.data.seq_len == 128 and trained.config.model.rope_theta == 1e6
+    tokens_BS = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(1))
+    positions_BS = torch.arange(24).expand(2, 24)
+    with torch.no_grad():
+        theirs_BSV = whole.eval()(input_ids=tokens_BS).logits
+        ours = load_decoder(trained, "cpu", torch.float32)
+        ours_BSV = ours(tokens_BS, Context(positions_BS, torch.zeros_like(positions_BS))).logits_BSV
+    assert theirs_BSV.std() > 0.1
+    torch.testing.assert_close(ours_BSV, theirs_BSV, rtol=0.0, atol=LOGITS_TOLERANCE)
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+    assert json.loads((again / "config.json").read_text())["model_type"] == "ministral3"
+
+
+def test_ministral_3_in_8_bits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the folders of its instructed models are published, beside others in 16 bits."""
+    source = tmp_path / "source"
+    source.mkdir()
+    quantized = {"activation_scheme": "static", "quant_method": "fp8"}
+    (source / "config.json").write_text(json.dumps(MINISTRAL3 | {"quantization_config": quantized}))
+    save_file({"language_model.model.norm.weight": torch.ones(32)}, source / "model.safetensors")
+    assert main(["import", str(source), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "quantization_config=" in line and "quantized weights are not read" in line

@@ -28,6 +28,7 @@ def base(name: FamilyName) -> list[str]:
         if default < allowed[0] if key in least else default not in allowed:
             overrides.append(f"model.{key}={json.dumps(allowed[0])}")
     overrides += [f"model.{key}={families.usual_number(key)}" for key in family.needs]
+    overrides += ["model.rope_scaling={name: yarn}"] if family.scales_queries else []
     overrides += [f"model.{key}={json.dumps(value(ModelConfig()))}" for key, value in family.derived.items()]
     return overrides + (["model.moe.balance.name=bias"] if family.has_selection_bias else [])
 
@@ -168,6 +169,9 @@ CASES = [
     ("phi3", "model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0, 2.0]} model.d_model=16", 1, "model.rope_scaling.long_factor has 2 numbers, and must have one for each of the 1 pairs of channels that turn; try model.rope_scaling=null", "model.rope_scaling=null"),
     ("phi3", "model.rope_scaling={name: longrope, short_factor: [1.0], long_factor: [1.0], original_seq_len: 1} model.d_model=16 data.seq_len=1", 1, "model.rope_scaling.original_seq_len=1 must be at least 2 where model.rope_scaling.name=longrope (attention's factor is by its logarithm); try 2", "model.rope_scaling.original_seq_len=2"),
     ("phi3", "model.rope_scaling={name: linear}", 1, "model.rope_scaling.name=linear is not possible with model.family=phi3, whose `transformers` class cannot express it; try longrope", "model.rope_scaling=null"),
+    ("llama", "model.rope_scaling={name: yarn, query_growth: 0.1}", 1, "model.rope_scaling.query_growth=0.1 is not possible with model.family=llama, whose `transformers` class cannot express it; try 0.0", "model.rope_scaling.query_growth=0.0"),
+    ("ministral3", "model.rope_scaling=null", 1, "model.rope_scaling=null is not possible with model.family=ministral3, whose `transformers` class scales queries by its original_seq_len; try model.rope_scaling={name: yarn}", "model.rope_scaling={name: yarn}"),
+    ("ministral3", "model.rope_scaling={name: llama3}", 1, "model.rope_scaling.name=llama3 is not possible with model.family=ministral3, whose `transformers` class cannot express it; try yarn", "model.rope_scaling.name=yarn"),
     ("llama", "model.rope_theta=1 model.rope_scaling={name: yarn}", 1, "model.rope_theta=1.0 must be above 1 where model.rope_scaling.name=yarn (its frequencies must differ); try 10000.0", "model.rope_theta=10000.0"),
     ("gpt_oss", "model.moe.swiglu_limit=null", 1, "model.moe.swiglu_limit=null is not possible with model.family=gpt_oss, whose `transformers` class needs a number; try 7.0", "model.moe.swiglu_limit=7.0"),
     ("gemma3_text", "model.local_rope_theta=null", 1, "model.local_rope_theta=null is not possible with model.family=gemma3_text, whose `transformers` class needs a number; try 10000.0", "model.local_rope_theta=10000.0"),

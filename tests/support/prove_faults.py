@@ -271,6 +271,16 @@ def plant(title: str) -> None:
                 return context
 
             batch.split_context = split_wrong
+        case (
+            "queries grow by places in the rank's share under cp (all-to-all)"
+            | "queries grow by places in the rank's share under cp (ring)"
+        ):
+            from modeling.rope import Rotary
+
+            right = Rotary.query_factors
+            Rotary.query_factors = lambda self, positions_BS, bound=None: right(
+                self, torch.arange(positions_BS.shape[1]).expand_as(positions_BS), bound
+            )
         case "keys' and values' gradients not summed over tp":
             change_engines(gradients.keep_gradient_at_home)
         case "grouped queries: keys' gradient of one query head":

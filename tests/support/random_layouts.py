@@ -17,7 +17,7 @@ from modeling.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from modeling.schedules import ConstantSchedule
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
-from small_models import MOE_FAMILIES, with_told_together
+from small_models import GROWING, MOE_FAMILIES, with_told_together
 
 RANKS = (2, 3, 4, 4, 6, 6, 8, 8)
 TRIES = 3000
@@ -83,7 +83,9 @@ def draw_features(draw: random.Random, model: ModelConfig, family: Any) -> Model
         local_rope_theta=pick([None, 100.0]),
         rope_scaling=pick([None, LinearScaling(factor=3.0), Llama3Scaling(original_seq_len=20), YarnScaling()]),
     )
-    if drawn.rope_scaling is not None and drawn.rope_scaling.name not in family_of(family).rope_scalings:
+    if family_of(family).scales_queries:
+        drawn = replace(drawn, rope_scaling=GROWING)
+    elif drawn.rope_scaling is not None and drawn.rope_scaling.name not in family_of(family).rope_scalings:
         drawn = replace(drawn, rope_scaling=None)
     if drawn.sliding_window is not None:
         drawn = replace(drawn, full_attention_layers=pick([(), (model.n_layers - 1,)]))

@@ -20,6 +20,7 @@ from modeling.optimizers.sgd import SGDConfig
 from modeling.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from parallel.config import ParallelConfig
 from random_layouts import RANKS, draw_parallel, random_run
+from small_models import GROWING
 
 TRIES = 300
 
@@ -79,6 +80,7 @@ FURTHER: dict[str, list[Any]] = {
         Llama3Scaling(original_seq_len=20),
         YarnScaling(original_seq_len=8, factor=2.0),
         YarnScaling(original_seq_len=8, mscale=1.0, mscale_all_dim=0.7, truncate=False),
+        GROWING,
         DynamicScaling(original_seq_len=8, factor=2.0),
     ],
     "model.local_rope_theta": [100.0],

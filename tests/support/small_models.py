@@ -38,6 +38,8 @@ from modeling.rope_scaling import (
 )
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
+# queries grow with their positions, several times within a small model's rows
+GROWING = YarnScaling(factor=16.0, original_seq_len=4, query_growth=0.5)
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # document lengths in each row
 
 
@@ -151,7 +153,7 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
     """Random RoPE scalings of the family's kinds, with short original sequences, so that they show in small models."""
     factors, lengths, weights = (
         st.sampled_from([1.0, 2.0, 5.5]),
-        st.sampled_from([32, 100]),
+        st.sampled_from([4, 32, 100] if family_of(family).scales_queries else [32, 100]),
         st.none() | st.just(0.7),
     )
     pairs = st.lists(st.sampled_from([1.0, 1.3, 4.5, 30.0]), min_size=8, max_size=8).map(tuple)
@@ -173,6 +175,7 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
             mscale=st.none() | st.just(0.8),
             mscale_all_dim=weights,
             truncate=st.booleans() if expressible(family, "rope_scaling.truncate", [False]) else st.just(True),
+            query_growth=st.sampled_from(expressible(family, "rope_scaling.query_growth", [0.0, 0.1, 2.0])),
         ),
         "longrope": st.builds(
             LongRopeScaling,
@@ -182,7 +185,8 @@ def rope_scalings(family: FamilyName) -> st.SearchStrategy[RopeScaling | None]:
             long_factor=pairs,
         ),
     }
-    return st.one_of(st.none(), *(kind for name, kind in kinds.items() if name in family_of(family).rope_scalings))
+    possible = [kind for name, kind in kinds.items() if name in family_of(family).rope_scalings]
+    return st.one_of(*(() if family_of(family).scales_queries else (st.none(),)), *possible)
 
 
 @st.composite
@@ -315,6 +319,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         attention_gate=expressible(family, "attention_gate", get_args(AttentionGate))[0],
         local_rope_theta=expressible(family, "local_rope_theta", [None, 50.0])[0],
         rope_fraction=expressible(family, "rope_fraction", [0.5, 1.0])[0],
+        rope_scaling=GROWING if family_of(family).scales_queries else None,
         init_std=0.12,
         mla=MLAConfig(kv_lora_rank=20, q_lora_rank=28, d_nope=12, d_rope=8, d_v=10) if has_mla else None,
         linear_attention=linear if has_linear else None,

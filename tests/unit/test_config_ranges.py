@@ -67,7 +67,9 @@ def base_of(key: str) -> list[str]:
     base += ["model.rope_scaling={name: llama3}"] if "freq_factor" in key or "original" in key else []
     base += ONE_PAIR if any(part in key for part in LONGROPE) else []
     base += (
-        ["model.rope_scaling={name: yarn}"] if any(part in key for part in ("beta_", "attention_f", "mscale")) else []
+        ["model.rope_scaling={name: yarn}"]
+        if any(part in key for part in ("beta_", "attention_f", "mscale", "query_growth"))
+        else []
     )
     base += ["model.init.name=mup"] if "base_" in key else []
     base += ["parallel.pipeline.name=interleaved"] if "n_chunks" in key else []
@@ -126,7 +128,7 @@ def test_a_number_out_of_range_is_told_in_8_bits_too(load, key):
 
 def test_every_number_of_the_tree_has_both_bounds():
     assert range_faults(RunConfig) == []
-    assert len(RANGES) == 166
+    assert len(RANGES) == 167
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

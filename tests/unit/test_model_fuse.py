@@ -44,7 +44,7 @@ from modeling.loss import IGNORE, fused_losses, losses_and_gradient
 from modeling.moe import build_moe
 from modeling.moe_config import MoEConfig, ScoreName, SequenceAuxBalance
 from modeling.norm import layer_norm, rms_norm
-from modeling.rope import rotate
+from modeling.rope import rotate, scaled
 
 CPU = torch.device("cpu")
 # On a machine without a compiler these tests say why they see nothing.
@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...] | Tensor], dict[
     "rms_norm adds one": (rms_norm, [(2, 16, 4, 32), (32,)], {**EPS, "adds_one": True}),
     "layer_norm": (layer_norm, [(2, 16, 96), (96,), (96,)], {**EPS, "adds_one": False}),
     "rotate": (rotate, [(2, 16, 4, 32), (2, 16, 8), (2, 16, 8)], {}),
+    "scaled": (scaled, [(2, 16, 4, 32), (2, 16, 1)], {}),
     "gates of channels": (gated_output, [(2, 16, 4, 32), (2, 16, 4, 32)], {}),
     "gates of heads": (gated_output, [(2, 16, 4, 1), (2, 16, 4, 32)], {}),
     "gated silu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "silu"}),
@@ -284,7 +285,7 @@ def test_the_traced_bytes_are_at_least_those_of_the_generated_kernels(name: str)
     tensors = drawn(shapes, torch.float32)
     grad = function(*tensors, **dict(numbers))
     wanted = tuple(place for place, each in enumerate(tensors) if each.is_floating_point())
-    wanted = wanted[:1] if function is rotate else wanted
+    wanted = wanted[:1] if fuse.is_linear(function) else wanted
     kept = [grad, *tensors[1:]] if fuse.is_linear(function) else tensors
     both = ((tensors, None), ([*kept, grad], (wanted, len(tensors))))
     for given, by in both[: 1 if function is short_convolution else 2]:
