@@ -208,7 +208,7 @@ def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
 def changed_tokens(plan: Plan, files: Iterable[str]) -> list[str]:
     """Lines on token files that may be why a step differs from its record.
 
-    These are prepared files whose hashes have changed, and files written after the checkpoint. ``files``: the prefixes
+    These are prepared files and packings whose hashes have changed, and files written after the checkpoint. ``files``: the prefixes
     of the files that the step read.
     """
     from data.prepared import locate, verify
@@ -217,7 +217,7 @@ def changed_tokens(plan: Plan, files: Iterable[str]) -> list[str]:
     from parallel.checkpoint.store import MANIFEST
 
     prepared = locate(plan.config.data, plan.config.model.vocab_size)
-    lines = [] if prepared is None else verify(prepared)
+    lines = [] if prepared is None else verify(plan.config.data, prepared)
     if plan.checkpoint is None or is_remote(plan.checkpoint):
         return lines
     saved = (local_path(plan.checkpoint) / MANIFEST).stat().st_mtime
