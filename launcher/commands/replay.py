@@ -208,8 +208,8 @@ def open_tokenizer(plan: Plan) -> tuple[Callable[[int], str] | None, list[str]]:
 def changed_tokens(plan: Plan, files: Iterable[str]) -> list[str]:
     """Lines on token files that may be why a step differs from its record.
 
-    These are prepared files and packings whose hashes have changed, and files written after the checkpoint. ``files``: the prefixes
-    of the files that the step read.
+    These are prepared files and packings whose hashes have changed, and files written after the checkpoint. ``files``:
+    the prefixes of the files that the step read.
     """
     from data.prepared import locate, verify
     from data.tokenfile import bin_path, idx_path
