@@ -42,6 +42,9 @@ FamilyName = Literal[
     "glm4",
     "starcoder2",
     "stablelm",
+    "arcee",
+    "nemotron",
+    "jais2",
     "cwm",
     "exaone4",
     "olmo2",
@@ -118,7 +121,7 @@ class MLAConfig:
 
 # modeling.feed_forward.ACTIVATIONS has each one's formula, modeling.families.shared.ACTIVATIONS what `transformers`
 # calls it
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 AttentionGate = Literal["none", "elementwise", "headwise"]
 PositionsName = Literal["rope", "alibi", "learned", "sinusoidal", "t5", "none"]
 Theta = Annotated[float, Interval(ge=1.0, le=1e12)]

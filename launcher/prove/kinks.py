@@ -20,6 +20,7 @@ KINK_GAP = 2e-6  # of a clamp's limit, or of a ReLU's root mean square; layouts'
 TRIES = 16
 CLAMPS = (Tensor.clamp, torch.clamp)
 RELUS = (F.relu, torch.relu, Tensor.relu)
+SQUARES = (torch.square, Tensor.square)
 
 Seen = TypeVar("Seen")
 
@@ -28,22 +29,31 @@ class KinkWatch(TorchFunctionMode):
     """A context manager; ``gap`` is the least distance of a value from a kink while it is entered, as a share.
 
     Only values that gradients flow through are watched. The distance is relative to a clamp's limit, which has to be a
-    number other than zero, or to the root mean square of a ReLU's input.
+    number other than zero, or to the root mean square of a ReLU's input. A ReLU that is squared at once has no kink, as
+    its gradient does not jump.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.gap = float("inf")
+        self._rectified: Tensor | None = None  # the value of the last watched function, if that is a ReLU
+        self._gap_before = self.gap  # without that function
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (func in CLAMPS or func in RELUS) and args[0].requires_grad and args[0].numel():
-            values = args[0].detach()
-            for kink, size in kinks_of(func, values, [*args[1:], *kwargs.values()]):
-                self.gap = min(self.gap, float((values - kink).abs().min()) / size)
-        return func(*args, **kwargs)
+        if func in SQUARES and args[0] is self._rectified:
+            self.gap, self._rectified = self._gap_before, None
+        if not ((func in CLAMPS or func in RELUS) and args[0].requires_grad and args[0].numel()):
+            return func(*args, **kwargs)
+        self._gap_before = self.gap
+        values = args[0].detach()
+        for kink, size in kinks_of(func, values, [*args[1:], *kwargs.values()]):
+            self.gap = min(self.gap, float((values - kink).abs().min()) / size)
+        made = func(*args, **kwargs)
+        self._rectified = made if func in RELUS else None
+        return made
 
 
 def kinks_of(func: Callable[..., Any], values: Tensor, arguments: Sequence[Any]) -> Iterator[tuple[float, float]]:

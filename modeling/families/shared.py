@@ -24,6 +24,11 @@ ATTENTION = {
     "layers.{layer}.attention.v.weight": "model.layers.{layer}.self_attn.v_proj.weight",
     "layers.{layer}.attention.o.weight": "model.layers.{layer}.self_attn.o_proj.weight",
 }
+NORM_BIAS = {  # of layer norms, beside the weights in DECODER
+    "final_norm.bias": "model.norm.bias",
+    "layers.{layer}.attention_norm.bias": "model.layers.{layer}.input_layernorm.bias",
+    "layers.{layer}.feed_forward_norm.bias": "model.layers.{layer}.post_attention_layernorm.bias",
+}
 QK_NORM = {
     "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
     "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
@@ -58,6 +63,12 @@ GATE_UP = packed(  # instead of those in FEED_FORWARD, of classes that have both
 FEED_FORWARD_BIAS = {
     "layers.{layer}.feed_forward.gate.bias": "model.layers.{layer}.mlp.gate_proj.bias",
     "layers.{layer}.feed_forward.up.bias": "model.layers.{layer}.mlp.up_proj.bias",
+    "layers.{layer}.feed_forward.down_bias.bias": "model.layers.{layer}.mlp.down_proj.bias",
+}
+UNGATED = {
+    "layers.{layer}.feed_forward.up.weight": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.feed_forward.up.bias": "model.layers.{layer}.mlp.up_proj.bias",
+    "layers.{layer}.feed_forward.down.weight": "model.layers.{layer}.mlp.down_proj.weight",
     "layers.{layer}.feed_forward.down_bias.bias": "model.layers.{layer}.mlp.down_proj.bias",
 }
 EXPERTS = {
@@ -176,6 +187,7 @@ ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "relu": ("relu",),
+    "relu2": ("relu2",),
 }
 
 

@@ -9,11 +9,9 @@ from modeling.families.shared import (
     DECODER_KEYS,
     FEED_FORWARD,
     FEED_FORWARD_KEYS,
+    NORM_BIAS,
     QKV_BIAS,
-    with_bias,
 )
-
-OURS, THEIRS = "layers.{layer}", "model.layers.{layer}"
 
 FAMILY = Family(
     architecture="StableLmForCausalLM",
@@ -22,9 +20,7 @@ FAMILY = Family(
         **ATTENTION,
         **QKV_BIAS,
         **FEED_FORWARD,
-        **with_bias("final_norm", "model.norm"),
-        **with_bias(f"{OURS}.attention_norm", f"{THEIRS}.input_layernorm"),
-        **with_bias(f"{OURS}.feed_forward_norm", f"{THEIRS}.post_attention_layernorm"),
+        **NORM_BIAS,
     },
     keys={
         **{key: ours for key, ours in DECODER_KEYS.items() if key != "rms_norm_eps"},

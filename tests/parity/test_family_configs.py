@@ -73,6 +73,7 @@ ELSEWHERE = {
 NULLS = {
     "deepseek_v2": ("num_experts_per_tok",),
     "dots1": ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
+    "nemotron": ("num_key_value_heads",),
 }
 # Keys that are null in the signature of the class, which then takes what follows from other keys.
 FOLLOWING = {
@@ -164,7 +165,7 @@ def test_defaults_are_those_of_the_class(family: FamilyName) -> None:
             continue  # follows from others: the two configs below
         if key == "sliding_window" and not getattr(theirs, "use_sliding_window", True):
             continue  # the class has dropped it already
-        if ours is None:
+        if ours is None and key not in NULLS.get(family, ()):
             ours = {"num_key_value_heads": theirs.num_attention_heads, "mlp_only_layers": []}.get(key)
         assert getattr(theirs, key) == ours, key
     if "d_head" in told.told and told.defaults["head_dim"] is None:
@@ -361,6 +362,7 @@ BESIDE = [
     ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
     ("gemma2", {"_attn_implementation": "eager", "sliding_window_size": 4096}),
+    ("nemotron", {"rope_percent": 0.5}),
 ]
 
 

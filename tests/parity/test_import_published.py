@@ -99,6 +99,38 @@ def test_what_llama_s_class_does_not_compute_is_refused(content: dict[str, objec
     assert line.startswith(f"config.json: {told}")
 
 
+YARN = {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+YARN |= {"type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("arcee", {"rope_theta": 10000.0, "rope_scaling": YARN, "max_position_embeddings": 81920}),
+        ("arcee", {"rope_theta": 10000.0, "rope_scaling": None, "bos_token_id": 128000}),
+        ("nemotron", {"rope_theta": 10000, "partial_rotary_factor": 0.5}),
+        ("nemotron", {"rope_theta": 10000.0, "rope_percent": 0.5, "rope_scaling": None}),
+    ],
+    ids=str,
+)
+def test_a_config_of_transformers_4_is_read(family: FamilyName, keys: dict[str, object], tmp_path: Path) -> None:
+    """AFM's files and Minitron's, which have the rotary positions beside the other keys, the oldest as rope_percent."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    config = example_config(family, vocab_size=257)
+    assert config.activation == "relu2"
+    save_hf_model(source, config, tokenizer=False)
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    new = {"rope_parameters", "dtype", "rope_theta", "partial_rotary_factor"}
+    plain = {key: value for key, value in content.items() if key not in new}
+    path.write_text(json.dumps(plain | keys | {"torch_dtype": "bfloat16", "transformers_version": "4.44.0"}))
+    read = imported(source, out).config.model
+    assert (read.activation, read.ff_gated, read.rope_theta) == ("relu2", False, 10000.0)
+    assert isinstance(read.rope_scaling, YarnScaling) == (keys.get("rope_scaling") is YARN)
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+
+
 CHUNKS = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 40}
 
 

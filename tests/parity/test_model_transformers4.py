@@ -61,6 +61,7 @@ VERSIONS = ["4", "installed"]
 UNPACKED = ("gpt_oss", "bloom", "afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 UNPACKED_IN_4 = (
     "stablelm",
+    "nemotron",
     "qwen2_moe",
     "olmoe",
     "granitemoe",

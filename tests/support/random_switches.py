@@ -50,7 +50,7 @@ BLOCKS: dict[str, list[Any]] = {
     "model.o_bias": [True],
     "model.ff_bias": [True],
     "model.ff_gated": [False],
-    "model.activation": ["gelu", "gelu_tanh", "relu"],
+    "model.activation": ["gelu", "gelu_tanh", "relu", "relu2"],
     "model.embedding_scale": [3.0],
     "model.residual_scale": [0.5],
     "model.logit_divisor": [2.0],

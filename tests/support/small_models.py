@@ -23,6 +23,7 @@ from modeling.decoder import Decoder, build_decoder
 from modeling.dims import stated_weights
 from modeling.expert_layers import from_first_listed
 from modeling.families.family import family_of
+from modeling.families.shared import ACTIVATION
 from modeling.init import draw_normal, materialize
 from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.loss import IGNORE
@@ -53,6 +54,13 @@ def expressible(family: FamilyName, key: str, values: Sequence[Any]) -> list[Any
         and (least is None or value is None or value >= least)
         and not (value is None and key in family_of(family).needs)
     ]
+
+
+def usual_activation(family: FamilyName) -> ActivationName:
+    """The activation that the family's class takes where config.json names none, or the only one that it can have."""
+    defaults = family_of(family).defaults
+    named = [ACTIVATION.read(defaults[key]) for key, ours in family_of(family).keys.items() if ours is ACTIVATION]
+    return named[0]["activation"] if named else expressible(family, "activation", get_args(ActivationName))[0]
 
 
 @st.composite
@@ -299,7 +307,7 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
         embedding_norm=expressible(family, "embedding_norm", [True, False])[0],
         parallel_block=expressible(family, "parallel_block", [True, False])[0],
         ff_gated=expressible(family, "ff_gated", [True, False])[0],
-        activation=expressible(family, "activation", get_args(ActivationName))[0],
+        activation=usual_activation(family),
         positions=expressible(family, "positions", get_args(PositionsName))[0],
         max_positions=96 if "max_positions" in family_of(family).told else None,
         qk_norm=expressible(family, "qk_norm", [True, False])[0],

@@ -69,6 +69,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...] | Tensor], dict[
     "gated silu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "silu"}),
     "gated gelu": (gated, [(2, 16, 96), (2, 16, 96)], {"activation": "gelu_tanh"}),
     "activated": (activated, [(2, 16, 96)], {"activation": "relu"}),
+    "activated by a square": (activated, [(2, 16, 96)], {"activation": "relu2"}),
+    "layer_norm adds one": (layer_norm, [(2, 16, 96), (96,), (96,)], {**EPS, "adds_one": True}),
     "convolution": (short_convolution, [(2, 16, 96), PLACES_IN_DOCUMENTS, (96, 4)], {}),
     "weighted": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": None, "rows_vary": True}),
     "weighted limit": (weighted, [(40, 96), (40, 96), (40, 1)], {"swiglu_limit": 1.0, "rows_vary": True}),

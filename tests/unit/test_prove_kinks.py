@@ -41,6 +41,26 @@ def test_watch_tells_how_near_a_relu_is_to_zero(relu) -> None:
     assert watch.gap == pytest.approx(0.13 / 6.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("square", [torch.square, Tensor.square])
+def test_a_relu_that_is_squared_has_no_kink(square) -> None:
+    """What was seen before it stays seen, and so does a ReLU whose square is taken of another tensor."""
+    with KinkWatch() as watch:
+        F.relu(values(3.0, 4.0, 0.5, -5.0))
+        before = watch.gap
+        square(F.relu(values(0.0, 1.0)))
+        assert watch.gap == before < 0.2
+        F.relu(values(0.0, 1.0))
+        square(values(0.0))
+    assert watch.gap == 0.0
+
+
+def test_a_clamp_after_a_relu_is_watched() -> None:
+    with KinkWatch() as watch:
+        rectified = F.relu(values(1.0, 2.0))
+        square_of_both = torch.square(rectified) + rectified.clamp(max=2.0)
+    assert square_of_both.requires_grad and watch.gap == 0.0
+
+
 def test_activations_without_a_kink_are_not_watched() -> None:
     with KinkWatch() as watch:
         for name, activation in ACTIVATIONS.items():
