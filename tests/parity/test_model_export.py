@@ -32,6 +32,7 @@ from modeling.families.family import family_of
 from modeling.families.weights import hf_parts, to_hf
 from modeling.logical import logical_shapes
 from modeling.moe_config import NoBalance
+from modeling.rope_scaling import YarnScaling
 from rotating import some_fast
 from saved_runs import save_run
 from small_models import build, configs, example_config, tensors_of
@@ -176,7 +177,10 @@ def test_tokenizer_and_generation(family: FamilyName, tmp_path: Path) -> None:
             torch.manual_seed(0)
             assert model.generate(**inputs, max_new_tokens=4, **options).shape[1] > 9
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id == 0
-    assert getattr(model.config, family_of(family).length_key) == (example_config(family).max_positions or 64)
+    made_for = config.max_positions or 64
+    if isinstance(config.rope_scaling, YarnScaling):
+        made_for = config.rope_scaling.factor * config.rope_scaling.original_seq_len
+    assert getattr(model.config, family_of(family).length_key) == made_for
     assert not (tmp_path / "out" / INFO).exists()  # ours alone
 
 

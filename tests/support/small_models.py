@@ -39,8 +39,8 @@ from modeling.rope_scaling import (
 )
 
 MOE_FAMILIES = [name for name in FAMILIES if family_of(name).has("moe")]
-# queries grow with their positions, several times within a small model's rows
-GROWING = YarnScaling(factor=16.0, original_seq_len=4, query_growth=0.5)
+# queries grow with their positions, several times within a row; 96 tokens at most (hf_folders.SEQ_LEN)
+GROWING = YarnScaling(factor=24.0, original_seq_len=4, query_growth=0.5)
 LENGTHS = [[7, 1, 12], [20], [3, 9, 8]]  # document lengths in each row
 
 
