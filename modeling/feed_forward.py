@@ -17,7 +17,7 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "relu2": lambda up: F.relu(up).square(),  # Primer (So et al. 2021, arXiv:2109.08668), section 4.2
+    "relu2": lambda up: up.relu().square(),  # Primer (So et al. 2021, arXiv:2109.08668), section 4.2
 }
 
 

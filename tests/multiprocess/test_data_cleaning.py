@@ -107,7 +107,7 @@ def test_the_first_copy_in_the_order_of_the_sources_is_kept(tmp_path, tokenizer,
         (1, 1, "exact_duplicate"): 1,
         (1, 1, "near_duplicate"): 1,
     }
-    assert verify(result) == []
+    assert verify(config_of(paths, tokenizer, tmp_path / "t", cleaning=FULL), result) == []
     assert find_prepared(config_of(paths, tokenizer, tmp_path / "t", cleaning=FULL), VOCAB) == result
 
 

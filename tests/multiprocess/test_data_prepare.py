@@ -62,7 +62,7 @@ def test_every_document_arrives_once(tmp_path: Path, tokenizer: str) -> None:
     assert seen == sorted(seen)
     largest = max(int(TokenFile(p).tokens.max()) for s in ("train", "heldout") for p in result.sources[0].prefixes(s))
     assert manifest.largest_id == largest
-    assert verify(result) == []
+    assert verify(config, result) == []
     assert find_prepared(config, VOCAB) == result
     assert not list((tmp_path / "t").rglob("*partial*"))
 
@@ -363,8 +363,8 @@ def test_changed_token_files_are_refused(tmp_path: Path, tokenizer: str) -> None
     path = result.sources[0].path / "train-00001.bin"
     data = path.read_bytes()
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    assert len(verify(result)) == 1
-    assert str(path) in verify(result)[0]
+    assert len(verify(config, result)) == 1
+    assert str(path) in verify(config, result)[0]
     open_dataset(config, seed=0, vocab_size=VOCAB, split="train")  # sizes only: opening must stay cheap
     path.write_bytes(data + b"\x00\x00")
     with pytest.raises(DataError, match=r"train-00001.bin has \d+ bytes but the manifest records \d+ bytes; remove"):
