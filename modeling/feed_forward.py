@@ -12,12 +12,18 @@ from modeling.kernels.fuse import Fuse, plainly
 from modeling.linear import Bias, Linear
 from modeling.positions import ALL_POSITIONS
 
+
+def squared(up: Tensor, *, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The square of ``of(up)``."""
+    return of(up).square()
+
+
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "relu2": lambda up: up.relu().square(),  # Primer (So et al. 2021, arXiv:2109.08668), section 4.2
+    "relu2": partial(squared, of=F.relu),  # Primer (So et al. 2021, arXiv:2109.08668), section 4.2
 }
 
 
