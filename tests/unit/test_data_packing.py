@@ -1,6 +1,7 @@
 """Packed samples: no document cut without need, each token predicted once, the same index whoever makes it."""
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 
@@ -236,11 +237,14 @@ def test_a_flipped_bit_anywhere_in_a_packing_is_seen_where_hashes_are_compared(
     sound = path.read_bytes()
     prepared = locate(config, 300)
     assert prepared is not None and verify(config, prepared) == []
-    for at in range(packed.HEADER.size, len(sound)):
-        path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
-        assert verify(config, prepared) == [
-            f"{path} must be as it was written; delete it, and run `roundtable prepare` with this config"
-        ]
+    told = f"{path} must be as it was written; delete it, and run `roundtable prepare` with this config"
+    for at, bit in itertools.product(range(len(sound)), (1, 4)):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ bit]) + sound[at + 1 :])
+        if at < len(packed.MAGIC):  # then it is none, or one of an earlier version, which would be shorter
+            with pytest.raises(DataError):
+                packed.read_packing(TokenFile(prefix), 4, "best_fit")
+        else:
+            assert verify(config, prepared) == [told]
     for cut in (sound[:-4], sound[:20], b""):
         path.write_bytes(cut)
         assert len(verify(config, prepared)) == 1

@@ -1,4 +1,4 @@
-"""Nothing that a config says becomes an option of sbatch's or a command of the shell's: refused, or quoted."""
+"""Nothing that a config says becomes a command of the shell's, or an option of sbatch's but those of slurm.options."""
 
 import os
 import re

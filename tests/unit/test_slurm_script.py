@@ -18,6 +18,7 @@ from launcher.slurm import queue
 from launcher.slurm.config import SlurmConfig
 from launcher.slurm.profile import FOLDER, job_script
 from launcher.slurm.queue import Partition, gpus_of, minutes_of, partitions
+from launcher.slurm.rules import FURTHER_OPTIONS
 from launcher.slurm.script import Array, exports, render
 from parallel.processes.world import expand_counts, rank_hosts
 
@@ -262,6 +263,12 @@ def test_a_container_sees_the_further_folders_of_its_cluster():
     (given,) = [line for line in done.stdout.splitlines() if line.startswith("--container-mounts=")]
     expected = ["/:/", "/scratch:/scratch", *mounts[1:]]
     assert given == f"--container-mounts={','.join(expected)}"
+
+
+def test_the_page_names_each_further_option():
+    page = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
+    taken = page.partition("These are taken,")[2].partition("Others would")[0]
+    assert re.findall(r"`([a-z-]+)`", taken) == [*FURTHER_OPTIONS]
 
 
 def test_further_options_are_lines_of_the_script():
