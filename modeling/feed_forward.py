@@ -13,9 +13,9 @@ from modeling.linear import Bias, Linear
 from modeling.positions import ALL_POSITIONS
 
 
-def squared(up: Tensor, *, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """The square of ``of(up)``."""
-    return of(up).square()
+def relu2(up: Tensor) -> Tensor:
+    """The square of ReLU (Primer: So et al. 2021, arXiv:2109.08668, section 4.2)."""
+    return F.relu(up).square()
 
 
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "relu2": partial(squared, of=F.relu),  # Primer (So et al. 2021, arXiv:2109.08668), section 4.2
+    "relu2": relu2,
 }
 
 

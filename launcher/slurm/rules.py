@@ -1,5 +1,6 @@
 """Rules for the `slurm:` section that hold on any cluster."""
 
+import difflib
 import re
 from collections.abc import Iterator
 
@@ -71,7 +72,9 @@ def _check_options(slurm: SlurmConfig) -> Iterator[str]:
         if match is None:
             yield f"{key} must be NAME, or NAME=value of one word, as sbatch knows it; try reservation=week"
         elif match[1] not in FURTHER_OPTIONS:
-            yield f"{key} must be one of sbatch's options {', '.join(FURTHER_OPTIONS)}; leave it out"
+            near = difflib.get_close_matches(match[1], FURTHER_OPTIONS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            yield f"{key} must be one of sbatch's options {', '.join(FURTHER_OPTIONS)}; {remedy}"
         elif match[1] in seen:
             yield f"{key} must not give {match[1]} a second time; leave it out"
         else:

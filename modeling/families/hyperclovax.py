@@ -1,7 +1,7 @@
 """HyperCLOVA X SEED Think (NAVER, 2025): Granite whose blocks may be normed after too."""
 
+import math
 from collections.abc import Mapping
-from math import inf, nextafter
 from typing import Any
 
 from modeling.families.family import Family, Key
@@ -16,14 +16,14 @@ def reciprocal(number: float) -> float:
     So the reciprocal of a reciprocal is the number itself where that has few digits.
     """
     nearest = 1 / number
-    near = (nearest, nextafter(nearest, 0.0), nextafter(nearest, inf))
+    near = (nearest, math.nextafter(nearest, 0.0), math.nextafter(nearest, math.inf))
     return min((each for each in near if 1 / each == number), key=lambda each: len(repr(each)), default=nearest)
 
 
 def divisor_of(factor: Any) -> Mapping[str, Any]:
     """The field for a factor of the logits. ValueError where no number divides by it."""
     factor = checked(factor, float)
-    if not 0 < factor < inf:
+    if not 0 < factor < math.inf:
         raise ValueError("it must be above 0")
     return {"logit_divisor": reciprocal(factor)}
 

@@ -122,6 +122,7 @@ CASES = [
     ("llama", "slurm.environment=[RANK=3]", 1, "slurm.environment[0]='RANK=3' must not set RANK, which Slurm, bash or the job script sets; choose another name, or leave it out", "slurm.environment=[]"),
     ("llama", "slurm.options=[reservation=a%b]", 1, "slurm.options[0]='reservation=a%b' must be NAME, or NAME=value of one word, as sbatch knows it; try reservation=week", "slurm.options=[reservation=week]"),
     ("llama", "slurm.options=[output=log]", 1, f"slurm.options[0]='output=log' must be one of sbatch's options {', '.join(FURTHER_OPTIONS)}; leave it out", "slurm.options=[]"),
+    ("llama", "slurm.options=[resevation=week]", 1, f"slurm.options[0]='resevation=week' must be one of sbatch's options {', '.join(FURTHER_OPTIONS)}; did you mean reservation?", "slurm.options=[reservation=week]"),
     ("llama", "slurm.options=[nice,nice=5]", 1, "slurm.options[1]='nice=5' must not give nice a second time; leave it out", "slurm.options=[nice]"),
     ("llama", "slurm.container_mounts=[data]", 1, "slurm.container_mounts[0]='data' must be PATH, FROM:TO or FROM:TO:ro, of absolute paths; try /scratch:/scratch", "slurm.container_mounts=[]"),
     ("llama", "slurm.container_mounts=[/data]", 1, "slurm.container_mounts[0]='/data' needs slurm.container, which would see it; try slurm.container_mounts=[]", "slurm.container_mounts=[]"),
