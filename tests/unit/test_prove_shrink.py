@@ -12,13 +12,23 @@ from launcher.config.load import load_config
 from launcher.config.rules import check
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.errors import UserError
-from launcher.prove.shrink import default_ranks, few_layers, shrink, shrink_experts, shrink_model
+from launcher.prove.shrink import (
+    ORIGINAL_LENGTHS,
+    SEQ_LEN,
+    default_ranks,
+    few_layers,
+    shrink,
+    shrink_experts,
+    shrink_model,
+    shrink_scaling,
+)
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
 from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.mtp_config import MTPConfig
 from modeling.optimizers.config import AdamWConfig, SGDConfig
+from modeling.rope_scaling import YarnScaling
 from parallel.config import ParallelConfig
 from parallel.mesh import Degrees
 from parallel.pipeline.config import ZBV, DualPipeV, Interleaved, OneFOneB, chunks
@@ -210,6 +220,14 @@ def test_too_few_processes_are_refused(ranks, given_axes, line):
     with pytest.raises(UserError) as refusal:
         shrink_parallel(ParallelConfig(**given_axes), ranks)
     assert refusal.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize(("growth", "wanted"), [(0.0, 4096), (0.01, SEQ_LEN // ORIGINAL_LENGTHS)])
+def test_queries_grow_within_a_small_sequence_where_they_do(growth, wanted):
+    """Else no layout could be caught at taking other positions for it; and as strongly as what a section weighs."""
+    small = shrink_scaling(YarnScaling(original_seq_len=4096, query_growth=growth), SEQ_LEN, 8)
+    assert isinstance(small, YarnScaling)
+    assert (small.original_seq_len, small.query_growth > 0.05) == (wanted, growth > 0)
 
 
 def test_the_quickstart_shrinks():
