@@ -5,14 +5,11 @@ memory nor values, so torch's own rules for CUDA check a program that runs over 
 """
 
 import ctypes
-import hashlib
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
+
+from modeling.kernels.built import NotBuilt, built
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 
@@ -28,34 +25,14 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def built(torch: Path) -> Path:
-    """The path of the shim compiled for this torch, in the folder for temporary files; compiled if it is not there.
-
-    Raises NoShim where it cannot be compiled, or the file belongs to another user.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise NoShim("no C++ compiler is installed (g++, c++, clang++, or CXX)")
+def shim_for(torch: Path) -> Path:
+    """The path of the shim compiled for this torch. Raises NoShim where it cannot be compiled."""
+    headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     version = (torch / "version.py").read_bytes()
-    name = hashlib.sha256(SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"roundtable-cuda-shim-{os.getuid()}-{name}.so"
-    if path.exists():
-        if path.stat().st_uid != os.getuid():
-            raise NoShim(f"{path} belongs to somebody else; remove it, or set TMPDIR")
-        return path
-    include = torch / "include"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "shim.so"
-        headers = [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
-        command = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", *headers, str(SOURCE), "-o", str(out)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise NoShim(f"{compiler} cannot be run ({error.strerror})") from None
-        if done.returncode != 0:
-            raise NoShim(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
-        shutil.move(out, path)
-    return path
+    try:
+        return built(SOURCE, ["-O0", "-std=c++20", *headers], also=version)
+    except NotBuilt as error:
+        raise NoShim(str(error)) from None
 
 
 def is_cuda_build(torch: Path) -> bool:
@@ -70,7 +47,7 @@ def open_device() -> None:
     """
     torch = torch_folder()
     if not is_cuda_build(torch):
-        load(built(torch), torch)
+        load(shim_for(torch), torch)
     import torch as imported
 
     if is_cuda_build(torch) and not imported.cuda.is_available():

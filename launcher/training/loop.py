@@ -23,6 +23,7 @@ from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import FLIGHT_RECORD, LOGS, STEP, Watchdog, nccl_seconds
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import first_problem, usable_fuse
+from launcher.training.expert_units import tell_of_missing_compiler
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing, let_segments_grow
@@ -264,6 +265,7 @@ def build_engine(
     if fuse is None:
         say_so = tell if mesh.rank == 0 else lambda line: None
         tell_of_missing_kernels(config, mesh.device, say_so)
+        tell_of_missing_compiler(config, mesh.device, say_so)
         share = partial(first_problem, mesh)
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:

@@ -1,5 +1,7 @@
 """The experts' SwiGLU on a CPU, one expert after another, so that an expert's values stay in a core's cache.
 
+On a processor with matrix units both passes of narrow experts are in C++ (expert_tiles.py).
+
 Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, M the most of them, D
 d_model, F d_ff, I 2F.
 """
@@ -13,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from modeling.kernels import expert_tiles
+from modeling.kernels.expert_tiles import Gates, Given, Gradients, Matrices
 from modeling.kernels.row_counts import row_counts
 from modeling.kernels.scratch import SCRATCH, is_real
 
@@ -72,12 +76,16 @@ def sums_by_turn(
     """The forward pass of ``experts_by_turn``, without a graph. Projections are written into ``gates_and_ups``."""
     sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     out_RD = SCRATCH.take("rows", (len(rows.tokens_R), d_model), hidden_TD)
+    matrices = Matrices(gate_EFD, up_EFD, down_EDF)
+    if expert_tiles.fits(hidden_TD, matrices):
+        expert_tiles.forward(matrices, hidden_TD, rows.tokens_R, gates_and_ups.gates, out_RD)
+        return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
     gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
     gate_up_DI = gate_up_ID.T
-    matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
+    each_expert = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
     for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
-        gate_FD, up_FD, down_FD = matrices[expert]
+        gate_FD, up_FD, down_FD = each_expert[expert]
         gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
         hidden_ND, inner_NF = rooms(n)
         torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
@@ -107,7 +115,7 @@ class ExpertsByTurn(Function):
     ) -> Tensor:
         given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
         ctx.rows, ctx.sizes_E = rows, sizes_of(rows)
-        if any(ctx.needs_input_grad):
+        if any(ctx.needs_input_grad) and not expert_tiles.fits(hidden_TD, Matrices(gate_EFD, up_EFD, down_EDF)):
             build_matmul_kernels(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(len(rows.tokens_R) * kept_share), 2 * gate_EFD.shape[1])
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
@@ -119,49 +127,63 @@ class ExpertsByTurn(Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF = ctx.saved_tensors
         rows, sizes_E = ctx.rows, ctx.sizes_E
-        n_rows, (_, d_ff, d_model) = len(rows.tokens_R), gate_EFD.shape
-        weights_R1 = weights_to_rows(weights_TK, rows)
-        grad_gate_EFD, grad_up_EFD, grad_down_EDF = (torch.empty_like(each) for each in (gate_EFD, up_EFD, down_EDF))
-        grad_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
-        grad_weights_R = weights_R1.new_empty(n_rows)
-        rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "grad": d_model, "grad_gate_up": 2 * d_ff})
-        names_NF = ("inner", "activated", "product", "grad_inner")
-        rooms_NF = rooms_of(sizes_E, hidden_TD, dict.fromkeys(names_NF, d_ff))
-        gate_up_ID, grad_ID = (SCRATCH.take(name, (2 * d_ff, d_model), gate_EFD) for name in ("gate_up", "grad_matrix"))
-        gate_up_DI, (from_gate_FD, from_up_FD) = gate_up_ID.T, grad_ID.chunk(2)
-        matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
-        grads = list(zip(grad_gate_EFD.unbind(), grad_up_EFD.unbind(), grad_down_EDF.unbind(), strict=True))
+        n_rows, d_model = len(rows.tokens_R), hidden_TD.shape[1]
+        matrices = Matrices(gate_EFD, up_EFD, down_EDF)
+        gradients = Matrices(*(torch.empty_like(each) for each in matrices))
         for expert in (expert for expert, n in enumerate(sizes_E) if n == 0):
-            for grad in grads[expert]:
-                grad.zero_()
-        gates_and_ups = GatesAndUps(gate_up_RI, sizes_E)
-        parts = turns(sizes_E, rows.tokens_R, weights_R1, grad_weights_R, grad_RD)
-        for expert, n, (tokens_N, weights_N1, grad_weights_N, grad_hidden_ND) in parts:
-            (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
-            gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
-            hidden_ND, grad_ND, grad_NI = rooms(n)
-            inner_NF, activated_NF, product_NF, grad_inner_NF = rooms_NF(n)
-            torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
-            torch.cat((gate_FD, up_FD), out=gate_up_ID)
-            if not gates_and_ups.has(expert):
-                torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
-            torch.index_select(grad_TD, 0, tokens_N, out=grad_ND)
-            aten.silu.out(gate_NF, out=activated_NF)
-            torch.mul(activated_NF, up_NF, out=inner_NF)
-            torch.mm(grad_ND, down_DF, out=grad_inner_NF)
-            torch.sum(torch.mul(grad_inner_NF, inner_NF, out=product_NF), 1, out=grad_weights_N)
-            torch.mm(grad_ND.T, inner_NF.mul_(weights_N1), out=grad_down_DF)
-            grad_inner_NF.mul_(weights_N1)
-            grad_gate_NF, grad_up_NF = grad_NI.chunk(2, 1)
-            torch.mul(grad_inner_NF, activated_NF, out=grad_up_NF)
-            aten.silu_backward.grad_input(grad_inner_NF.mul_(up_NF), gate_NF, grad_input=grad_gate_NF)
-            torch.mm(grad_NI.T, hidden_ND, out=grad_ID)
-            grad_gate_FD.copy_(from_gate_FD)
-            grad_up_FD.copy_(from_up_FD)
-            torch.mm(grad_NI, gate_up_ID, out=grad_hidden_ND)
+            for gradient in gradients:
+                gradient[expert].zero_()
+        weights_R1 = weights_to_rows(weights_TK, rows)
+        grad_weights_R = weights_R1.new_empty(n_rows)
+        grad_RD = SCRATCH.take("rows", (n_rows, d_model), hidden_TD)
+        gradients_by_turn(
+            Given(matrices, hidden_TD, grad_TD, rows.tokens_R, weights_R1),
+            GatesAndUps(gate_up_RI, sizes_E),
+            Gradients(gradients, grad_RD, grad_weights_R),
+        )
         grad_hidden_TD = sum_of_rows(grad_RD, rows.rows_TK)
         grad_weights_TK = grad_weights_R.index_select(0, rows.rows_TK.flatten()).view_as(rows.rows_TK)
-        return grad_hidden_TD, grad_weights_TK, grad_gate_EFD, grad_up_EFD, grad_down_EDF, None, None
+        return grad_hidden_TD, grad_weights_TK, *gradients, None, None
+
+
+def gradients_by_turn(given: Given, gates_and_ups: "GatesAndUps", gradients: Gradients) -> None:
+    """The backward pass of ``experts_by_turn``, all rows apart, into ``gradients``."""
+    (gate_EFD, up_EFD, down_EDF), hidden_TD, grad_TD, tokens_R, weights_R1 = given
+    if expert_tiles.fits(hidden_TD, given.matrices):
+        expert_tiles.backward(given, gates_and_ups.gates, gradients)
+        return
+    sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
+    rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "grad": d_model, "grad_gate_up": 2 * d_ff})
+    names_NF = ("inner", "activated", "product", "grad_inner")
+    rooms_NF = rooms_of(sizes_E, hidden_TD, dict.fromkeys(names_NF, d_ff))
+    gate_up_ID, grad_ID = (SCRATCH.take(name, (2 * d_ff, d_model), gate_EFD) for name in ("gate_up", "grad_matrix"))
+    gate_up_DI, (from_gate_FD, from_up_FD) = gate_up_ID.T, grad_ID.chunk(2)
+    matrices = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True))
+    grads = list(zip(*(each.unbind() for each in gradients.matrices), strict=True))
+    parts = turns(sizes_E, tokens_R, weights_R1, gradients.weights_R, gradients.rows_RD)
+    for expert, n, (tokens_N, weights_N1, grad_weights_N, grad_hidden_ND) in parts:
+        (gate_FD, up_FD, down_DF), (grad_gate_FD, grad_up_FD, grad_down_DF) = matrices[expert], grads[expert]
+        gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
+        hidden_ND, grad_ND, grad_NI = rooms(n)
+        inner_NF, activated_NF, product_NF, grad_inner_NF = rooms_NF(n)
+        torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
+        torch.cat((gate_FD, up_FD), out=gate_up_ID)
+        if not gates_and_ups.has(expert):
+            torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
+        torch.index_select(grad_TD, 0, tokens_N, out=grad_ND)
+        aten.silu.out(gate_NF, out=activated_NF)
+        torch.mul(activated_NF, up_NF, out=inner_NF)
+        torch.mm(grad_ND, down_DF, out=grad_inner_NF)
+        torch.sum(torch.mul(grad_inner_NF, inner_NF, out=product_NF), 1, out=grad_weights_N)
+        torch.mm(grad_ND.T, inner_NF.mul_(weights_N1), out=grad_down_DF)
+        grad_inner_NF.mul_(weights_N1)
+        grad_gate_NF, grad_up_NF = grad_NI.chunk(2, 1)
+        torch.mul(grad_inner_NF, activated_NF, out=grad_up_NF)
+        aten.silu_backward.grad_input(grad_inner_NF.mul_(up_NF), gate_NF, grad_input=grad_gate_NF)
+        torch.mm(grad_NI.T, hidden_ND, out=grad_ID)
+        grad_gate_FD.copy_(from_gate_FD)
+        grad_up_FD.copy_(from_up_FD)
+        torch.mm(grad_NI, gate_up_ID, out=grad_hidden_ND)
 
 
 class Once:
@@ -226,6 +248,7 @@ class GatesAndUps:
             if sizes_E[expert] <= left:
                 self.kept_E[expert] = sizes_E[expert]
                 left -= sizes_E[expert]
+        self.gates = Gates(gate_up_RI, sizes_E, self.kept_E)
         self.kept = list(self.for_each(gate_up_RI))
         self.spare = None
         if self.kept_E != sizes_E:

@@ -5,6 +5,7 @@ Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), E experts
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -14,6 +15,7 @@ from modeling.kernels.expert_turns import Rows, experts_by_turn, sum_of_rows, we
 from modeling.kernels.fuse import Fuse, never_compiled, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.kernels.row_counts import rounded_up
+from modeling.kernels.scratch import is_real
 
 # Rows are rounded up to a power of two that fits between ROW_UNITS and 2 * ROW_UNITS times into an expert's mean rows;
 # row_counts.py says why. In fp32 torch uses MKL, which builds nothing for a number of rows.
@@ -232,8 +234,19 @@ def count_pairs(indices_TK: Tensor, n_experts: int) -> Tensor:
 
 def place_rows(indices_TK: Tensor, counts_E: Tensor, row_multiple: int) -> Rows:
     """The rows of the token-expert pairs. Each expert's are rounded up to ``row_multiple`` or coarser (row_counts)."""
-    order_P = narrow(indices_TK.flatten(), len(counts_E)).argsort(stable=True)  # pairs in the order of their experts
+    order_P = order_by_expert(indices_TK.flatten(), len(counts_E))
     return rows_in_order(order_P, indices_TK.shape[1], counts_E, row_multiple)
+
+
+def order_by_expert(experts_P: Tensor, n_experts: int) -> Tensor:
+    """The numbers of the pairs in the order of their experts, each expert's in ascending order; int64.
+
+    On a CPU numpy counts, where torch compares: 0.3 ms instead of 1.9 for 49152 pairs (one thread, Intel Xeon with
+    AMX, 2026-11-29).
+    """
+    if experts_P.is_cpu and is_real(experts_P) and n_experts <= 1 << 16:
+        return torch.from_numpy(np.argsort(experts_P.numpy().astype(np.uint16), kind="stable"))
+    return narrow(experts_P, n_experts).argsort(stable=True)
 
 
 def narrow(experts_P: Tensor, n_experts: int) -> Tensor:

@@ -1,0 +1,60 @@
+"""C++ sources of this project, compiled on the machine that runs them, once. Importing this does not import torch."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class NotBuilt(Exception):
+    """A source cannot be compiled, or what was compiled cannot be used; the message is the reason, in one line."""
+
+
+def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
+    """The path of the shared library made from ``source`` with the compiler's ``options``.
+
+    It lies in the folder for temporary files, under a name that follows from the source, the options and ``also``
+    (whatever else the library depends on), and is compiled if it is not there. Of several processes that ask at once,
+    one compiles. Raises NotBuilt where there is no compiler, it fails, or the file belongs to another user.
+    """
+    told = hashlib.sha256(b"\0".join([source.read_bytes(), *(each.encode() for each in options), also]))
+    path = Path(tempfile.gettempdir()) / f"roundtable-{source.stem}-{os.getuid()}-{told.hexdigest()[:16]}.so"
+    if is_ours(path):
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise NotBuilt("no C++ compiler is installed (g++, c++, clang++, or CXX)")
+    with alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
+        if is_ours(path):  # another process has compiled it meanwhile
+            return path
+        out = Path(folder) / path.name
+        command = [compiler, "-shared", "-fPIC", *options, str(source), "-o", str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise NotBuilt(f"{compiler} cannot be run ({error.strerror})") from None
+        if done.returncode != 0:
+            raise NotBuilt(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
+        shutil.move(out, path)
+    return path
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file is there. Raises NotBuilt if it belongs to another user."""
+    if path.exists() and path.stat().st_uid != os.getuid():
+        raise NotBuilt(f"{path} belongs to somebody else; remove it, or set TMPDIR")
+    return path.exists()
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Within it, no other process that names the same file is within it. The file stays."""
+    is_ours(path)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

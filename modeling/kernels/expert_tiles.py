@@ -1,0 +1,192 @@
+"""The experts' SwiGLU in bf16 on a processor with matrix units (AMX): both passes in C++ (expert_tiles.cpp).
+
+A product of few rows by a narrow matrix costs oneDNN as much for the call as for the numbers, and what lies between an
+expert's products as much as these. In C++ rows are gathered into the form that the units take, and gates are computed
+on sums that have not left the cache. Sums, gates and their gradients are in fp32; what products take is rounded to
+bf16, as elsewhere. A row's value does not depend on other rows, bit for bit.
+
+Shape letters: T tokens, R rows (token-expert pairs), E experts, D d_model, F d_ff, I 2F.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from modeling.kernels.built import NotBuilt, built
+from modeling.kernels.direct import is_plain
+from modeling.kernels.narrow_attention import has_matrix_units
+
+SOURCE = Path(__file__).with_name("expert_tiles.cpp")
+HEADER = SOURCE.with_name("tiles.h")
+VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
+OPTIONS = ("-O3", "-w", "-std=c++17", *VECTORS, "-mamx-tile", "-mamx-bf16")
+UNIT = 32  # what d_model and d_ff must be multiples of
+WIDEST_EXPERT = 2**20  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and oneDNN is as fast
+
+NUMBERS = ("d_model", "d_ff")
+POINTERS = (
+    *("hidden_TD", "gate_EFD", "up_EFD", "down_EDF", "tokens_R", "starts_E", "sizes_E", "kept_E"),
+    *("gate_up_RI", "out_RD", "grad_TD", "weights_R"),
+    *("grad_gate_EFD", "grad_up_EFD", "grad_down_EDF", "grad_RD", "grad_weights_R"),
+)
+
+
+class Layer(ctypes.Structure):
+    """``Layer`` of expert_tiles.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+    ]
+
+
+class Matrices(NamedTuple):
+    """The experts' matrices."""
+
+    gate_EFD: Tensor
+    up_EFD: Tensor
+    down_EDF: Tensor
+
+
+class Gates(NamedTuple):
+    """The gate and up projections that are kept between the passes, side by side, one expert after another.
+
+    sizes_E: the rows of each expert. kept_E: those that are kept, which are all of an expert's, or none.
+    """
+
+    gate_up_RI: Tensor
+    sizes_E: list[int]
+    kept_E: list[int]
+
+
+class Given(NamedTuple):
+    """What the backward pass is given, with each row's token and weight. Rows of padding have a weight of 0."""
+
+    matrices: Matrices
+    hidden_TD: Tensor
+    grad_TD: Tensor
+    tokens_R: Tensor
+    weights_R1: Tensor
+
+
+class Gradients(NamedTuple):
+    """What it writes: the gradients by the matrices, and by each row and its weight."""
+
+    matrices: Matrices
+    rows_RD: Tensor
+    weights_R: Tensor
+
+
+def fits(hidden_TD: Tensor, matrices: Matrices) -> bool:
+    """Whether this processor has the units, and the layer is one for which C++ is faster and can be compiled."""
+    given = (hidden_TD, *matrices)
+    _, d_ff, d_model = matrices.gate_EFD.shape
+    if any(each.dtype != torch.bfloat16 or not each.is_cpu for each in given) or not is_plain(given):
+        return False
+    return suits(d_model, d_ff) and all(each.is_contiguous() for each in matrices) and why_not() is None
+
+
+def suits(d_model: int, d_ff: int) -> bool:
+    """Whether C++ is faster for experts of this size, on a processor that has the units."""
+    return 3 * d_ff * d_model * 2 <= WIDEST_EXPERT and d_ff % UNIT == d_model % UNIT == 0
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why the passes in C++ cannot be used on this machine, in one line; None where they can. Compiles them."""
+    if not has_matrix_units():
+        return "the processor has no matrix units (AMX)"
+    try:
+        return None if library().prepare() else "Linux does not let this process use matrix units"
+    except NotBuilt as error:
+        return str(error)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The passes in C++, loaded once."""
+    return load_passes()
+
+
+def load_passes() -> ctypes.CDLL:
+    """The passes in C++, compiled if need be. Raises NotBuilt where they cannot be."""
+    return loaded(built(SOURCE, OPTIONS, also=HEADER.read_bytes()))
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """The passes in the shared library at ``path``. Raises NotBuilt where it cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotBuilt(str(error)) from None
+
+
+def forward(matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates: Gates, out_RD: Tensor) -> None:
+    """Computes the SwiGLU of each row's token into ``out_RD``, not weighted, and gates and ups as far as they are kept.
+
+    ``fits`` must be true. ``tokens_R`` is int64.
+    """
+    rows = {"hidden_TD": hidden_TD.contiguous(), "tokens_R": tokens_R, "out_RD": out_RD}
+    call(library().forward, {**matrices._asdict(), **rows}, gates)
+
+
+def backward(given: Given, gates: Gates, gradients: Gradients) -> None:
+    """Computes ``gradients``, except by the matrices of experts without rows. ``fits`` must be true.
+
+    Gates and ups that are not kept are computed again, to the same bits.
+    """
+    matrices, hidden_TD, grad_TD, tokens_R, weights_R1 = given
+    by_matrix = {f"grad_{name}": tensor for name, tensor in gradients.matrices._asdict().items()}
+    by_row = {"grad_RD": gradients.rows_RD, "grad_weights_R": gradients.weights_R}
+    rows = {"hidden_TD": hidden_TD.contiguous(), "grad_TD": grad_TD.contiguous(), "tokens_R": tokens_R}
+    call(library().backward, {**matrices._asdict(), **rows, "weights_R": weights_R1, **by_matrix, **by_row}, gates)
+
+
+def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> None:
+    """Runs a pass over all experts that have rows, with as many threads as torch uses. Raises MemoryError."""
+    sizes_E, kept_E = gates.sizes_E, gates.kept_E
+    places = {name: torch.tensor(numbers) for name, numbers in places_of(sizes_E, kept_E).items()}
+    given = {**tensors, **places, "gate_up_RI": gates.gate_up_RI}
+    _, d_ff, d_model = tensors["gate_EFD"].shape
+    layer = Layer(d_model, d_ff, **{name: tensor.data_ptr() for name, tensor in given.items()})
+    shares = shares_of(sizes_E, torch.get_num_threads())
+
+    def compute(experts: Sequence[int]) -> int:
+        return run(ctypes.byref(layer), (ctypes.c_int64 * len(experts))(*experts), ctypes.c_int64(len(experts)))
+
+    each = map if len(shares) == 1 else threads(os.getpid(), len(shares)).map
+    if any([*each(compute, shares)]):  # all are waited for
+        raise MemoryError("there is no memory for the rows of one expert")
+
+
+def places_of(sizes_E: list[int], kept_E: list[int]) -> dict[str, list[int]]:
+    """Where each expert's rows begin, how many they are, and where its gates and ups begin; -1 if they are not kept."""
+    starts_E, kept_starts_E = ([0, *accumulate(numbers)] for numbers in (sizes_E, kept_E))
+    kept_at_E = [start if kept else -1 for start, kept in zip(kept_starts_E, kept_E, strict=False)]
+    return {"starts_E": starts_E, "sizes_E": sizes_E, "kept_E": kept_at_E}
+
+
+def shares_of(sizes_E: list[int], n_threads: int) -> list[list[int]]:
+    """The experts that have rows, divided among at most ``n_threads``, so that the most rows of a thread are few."""
+    shares: list[list[int]] = [[] for _ in range(n_threads)]
+    rows = [0] * n_threads
+    for expert in sorted(range(len(sizes_E)), key=lambda expert: -sizes_E[expert]):
+        if sizes_E[expert]:
+            least = rows.index(min(rows))
+            shares[least].append(expert)
+            rows[least] += sizes_E[expert]
+    return [sorted(share) for share in shares if share]
+
+
+@functools.cache
+def threads(process: int, n_threads: int) -> ThreadPoolExecutor:
+    """Threads of this process, kept from call to call, as their memory is. A process that was forked has its own."""
+    return ThreadPoolExecutor(n_threads, thread_name_prefix="experts")

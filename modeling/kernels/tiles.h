@@ -1,0 +1,217 @@
+// Blocks of sums in the tiles of a processor's matrix units (AMX), and numbers in bf16 in its vectors (AVX-512).
+//
+// A tile is a register of 16 rows of 64 bytes. One instruction multiplies a tile of 16 rows of 32 numbers by a tile of
+// 32 rows of 16 numbers, and adds the products to a tile of 16 x 16 sums in fp32: Intel 64 and IA-32 Architectures
+// Software Developer's Manual, volume 1, chapter 18. With WITHOUT_TILES plain loops take the place of these
+// instructions, for tests on processors that lack them.
+#pragma once
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using Bf16 = uint16_t;
+using Half = __m256i;   // 16 numbers in bf16
+using Whole = __m512i;  // 32 numbers in bf16
+
+constexpr int64_t TILE_ROWS = 16;
+constexpr int64_t BLOCK = 32;            // rows and columns of a block of sums; numbers in a row of a tile
+constexpr int64_t TILE = 512;            // numbers in a tile
+constexpr int64_t STEP = 2 * TILE;       // two tiles of a factor side by side: what one step of a product takes
+constexpr int64_t SUMS = 256;            // sums in a tile
+constexpr int64_t BLOCK_SUMS = 4 * SUMS;
+
+// A panel is what one block of sums takes from a factor: for each 32 of the inner dim, two tiles. In the left factor's
+// tiles a row is 32 numbers along the inner dim; in the right factor's, 16 columns of two numbers along it.
+
+#ifndef WITHOUT_TILES
+
+inline void configure_tiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile = 0; tile < 8; tile++) {
+    config.bytes[tile] = 64;
+    config.rows[tile] = TILE_ROWS;
+  }
+  _tile_loadconfig(&config);
+}
+
+inline void zero_block() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+inline void load_block(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + SUMS, 64);
+  _tile_loadd(2, sums + 2 * SUMS, 64);
+  _tile_loadd(3, sums + 3 * SUMS, 64);
+}
+
+inline void store_block(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + SUMS, 64);
+  _tile_stored(2, sums + 2 * SUMS, 64);
+  _tile_stored(3, sums + 3 * SUMS, 64);
+}
+
+inline void release_tiles() { _tile_release(); }
+
+// Asks Linux for the tiles, for the whole process: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// Adds a product of two panels to the block: tiles 0 and 1 are its upper 16 rows, 2 and 3 its lower ones.
+inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
+  for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP) {
+    _tile_loadd(4, left, 64);
+    _tile_loadd(6, right, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + TILE, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, left + TILE, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+#else
+
+thread_local float block[4][TILE_ROWS][TILE_ROWS];
+
+inline void configure_tiles() {}
+inline void release_tiles() {}
+inline bool may_use_tiles() { return true; }
+inline void zero_block() { std::memset(block, 0, sizeof block); }
+inline void load_block(const float* sums) { std::memcpy(block, sums, sizeof block); }
+inline void store_block(float* sums) { std::memcpy(sums, block, sizeof block); }
+
+inline float wide(Bf16 number) {
+  const uint32_t bits = uint32_t(number) << 16;
+  float made;
+  std::memcpy(&made, &bits, sizeof made);
+  return made;
+}
+
+inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
+  for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP)
+    for (int64_t tile = 0; tile < 4; tile++)
+      for (int64_t row = 0; row < TILE_ROWS; row++)
+        for (int64_t k = 0; k < BLOCK; k++) {
+          const float factor = wide(left[tile / 2 * TILE + row * BLOCK + k]);
+          const Bf16* pairs = right + tile % 2 * TILE + k / 2 * BLOCK + k % 2;
+          for (int64_t column = 0; column < TILE_ROWS; column++)
+            block[tile][row][column] += factor * wide(pairs[2 * column]);
+        }
+}
+
+#endif
+
+inline Whole load(const Bf16* from) { return _mm512_loadu_si512(from); }
+inline void store(Bf16* to, Whole numbers) { _mm512_storeu_si512(to, numbers); }
+inline void stream(Bf16* to, Whole numbers) { _mm512_stream_si512((Whole*)to, numbers); }  // to a multiple of 64 bytes
+inline __m512 widen(Half numbers) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16)); }
+inline __m512 lower(Whole numbers) { return widen(_mm512_castsi512_si256(numbers)); }
+inline __m512 upper(Whole numbers) { return widen(_mm512_extracti64x4_epi64(numbers, 1)); }
+inline Half narrow(__m512 numbers) { return (Half)_mm512_cvtneps_pbh(numbers); }
+inline Whole narrow(__m512 low, __m512 high) { return (Whole)_mm512_cvtne2ps_pbh(high, low); }
+
+// exp(x), to three units in the last place for |x| < 90; 2^fraction by its Taylor polynomial.
+inline __m512 exponential(__m512 x) {
+  const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+  const __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);
+  const __m512 f = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);  // x - whole * log(2)
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(term));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+// 1 / (1 + exp(-x)): a reciprocal to 14 bits, and one step of Newton's method. Where exp(-x) is infinite it is 0.
+inline __m512 sigmoid(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512 sum = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+  const __m512 guess = _mm512_rcp14_ps(sum);
+  const __mmask16 is_infinite = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(INFINITY), _CMP_EQ_OQ);
+  const __m512 error = _mm512_mask_mov_ps(_mm512_fnmadd_ps(sum, guess, one), is_infinite, _mm512_setzero_ps());
+  return _mm512_fmadd_ps(guess, error, guess);
+}
+
+// Two rows of 32 numbers -> pairs of their numbers, of the lower 16 columns and of the upper ones.
+struct Pairs {
+  Whole low, high;
+};
+
+inline Pairs pairs(Whole first, Whole second) {
+  alignas(64) static const struct Places {
+    uint16_t low[32], high[32];
+    Places() {
+      for (int column = 0; column < 16; column++) {
+        low[2 * column] = column, low[2 * column + 1] = 32 + column;
+        high[2 * column] = 16 + column, high[2 * column + 1] = 48 + column;
+      }
+    }
+  } places;
+  const Whole low = _mm512_load_si512(places.low), high = _mm512_load_si512(places.high);
+  return {_mm512_permutex2var_epi16(first, low, second), _mm512_permutex2var_epi16(first, high, second)};
+}
+
+// Transposes 16 x 16 numbers of 32 bits.
+inline void transpose(__m512i rows[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int c = 0; c < 4; c++) {
+    t[c] = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0x88);
+    t[4 + c] = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0xdd);
+    t[8 + c] = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0x88);
+    t[12 + c] = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0xdd);
+  }
+  for (int c = 0; c < 4; c++) {
+    rows[c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0x88);
+    rows[8 + c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0xdd);
+    rows[4 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0x88);
+    rows[12 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0xdd);
+  }
+}
+
+// Every second tile of a right panel from 16 rows of a weight, which become its columns.
+void pack_transposed(Bf16* to, const Bf16* weight, int64_t width) {
+  for (int64_t k = 0; k < width; k += BLOCK, to += STEP) {
+    __m512i rows[16];
+    for (int row = 0; row < 16; row++) rows[row] = load(weight + row * width + k);
+    transpose(rows);
+    for (int row = 0; row < 16; row++) store(to + row * BLOCK, rows[row]);
+  }
+}
+
+// A right panel from 32 columns of a matrix, whose rows are along the inner dim.
+void pack_pairs(Bf16* to, const Bf16* matrix, int64_t n_rows, int64_t width) {
+  for (int64_t row = 0; row < n_rows; row += 2) {
+    Bf16* step = to + row / BLOCK * STEP + row % BLOCK / 2 * BLOCK;
+    const Pairs made = pairs(load(matrix + row * width), load(matrix + (row + 1) * width));
+    store(step, made.low);
+    store(step + TILE, made.high);
+  }
+}
+
+}  // namespace

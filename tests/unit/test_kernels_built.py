@@ -1,0 +1,73 @@
+"""C++ sources are compiled once, by one process, and never taken from somebody else."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modeling.kernels.built import NotBuilt, built
+
+SOURCE = 'extern "C" int number() { return NUMBER; }'
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source, and a folder for temporary files of this test's own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = tmp_path / "number.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_source_is_compiled_once_for_its_options(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (built(source, [f"-DNUMBER={number}"]) for number in (3, 4))
+    assert [ctypes.CDLL(str(path)).number() for path in (first, second)] == [3, 4]
+    monkeypatch.setenv("CXX", "false")
+    assert built(source, ["-DNUMBER=3"]) == first
+    with pytest.raises(NotBuilt, match=r"^false cannot compile it: $"):
+        built(source, ["-DNUMBER=3"], also=b"another version")
+    source.write_text(SOURCE.replace("NUMBER;", "NUMBER + 1;"))
+    with pytest.raises(NotBuilt):
+        built(source, ["-DNUMBER=3"])
+
+
+def test_what_the_compiler_says_is_one_line(source: Path) -> None:
+    with pytest.raises(NotBuilt, match=r"cannot compile it: .*NUMBER.*not declared") as refusal:
+        built(source, [])
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(source.parent))
+    with pytest.raises(NotBuilt, match="no C\\+\\+ compiler is installed"):
+        built(source, ["-DNUMBER=3"])
+
+
+@pytest.mark.parametrize("suffix", [".so", ".lock"])
+def test_a_file_of_somebody_else_is_refused(source: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = built(source, ["-DNUMBER=3"])
+    if suffix == ".lock":
+        path.unlink()
+    owner = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: owner + 1)
+    path.with_suffix(suffix).rename(
+        path.with_name(path.name.replace(f"-{owner}-", f"-{owner + 1}-")).with_suffix(suffix)
+    )
+    with pytest.raises(NotBuilt, match="belongs to somebody else; remove it, or set TMPDIR"):
+        built(source, ["-DNUMBER=3"])
+
+
+def test_of_several_processes_one_compiles(source: Path) -> None:
+    """The others wait, and take what it made."""
+    compiler, log = source.parent / "compiler", source.parent / "log"
+    compiler.write_text(f'#!/bin/sh\necho once >> {log}\nsleep 1\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    take = "from pathlib import Path; from modeling.kernels.built import built"
+    code = f"{take}; built(Path({str(source)!r}), ['-DNUMBER=3'])"
+    settings = {**os.environ, "CXX": str(compiler), "TMPDIR": str(source.parent)}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=settings) for _ in range(3)]
+    assert [each.wait(60) for each in running] == [0, 0, 0] and log.read_text() == "once\n"

@@ -1,0 +1,260 @@
+"""The experts' passes in C++ (expert_tiles.cpp): against fp32, no farther from it than products of oneDNN are.
+
+On a processor with matrix units they are tested as they run, and everywhere with vectors of bf16 once more with plain
+loops in the units' place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.config.load import load_config
+from launcher.config.tree import RunConfig
+from launcher.training import expert_units
+from launcher.training.cpu_room import product_bytes
+from modeling.kernels import expert_tiles
+from modeling.kernels.built import built
+from modeling.kernels.experts import Ways, count_pairs, experts_over_rows, place_rows
+from modeling.kernels.narrow_attention import has_matrix_units
+
+WHY_NOT = expert_tiles.why_not
+WITHOUT_TILES = "-DWITHOUT_TILES"
+HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+needs_vectors = pytest.mark.skipif(not HAS_VECTORS, reason="this processor has no vectors of bf16 (AVX-512)")
+NAMES = ("out_TD", "hidden_TD", "weights_TK", "gate_EFD", "up_EFD", "down_EDF")
+# (tokens, d_model, d_ff, experts, top_k, unit of rows): rows that fill blocks of 32 and that do not, experts of one
+# block and of many, and of more rows than are gathered at once.
+SIZES = (
+    (1, 32, 32, 2, 1, 1),
+    (31, 64, 32, 4, 2, 1),
+    (100, 32, 96, 3, 3, 16),
+    (300, 96, 160, 3, 2, 1),
+    (3000, 64, 96, 2, 1, 1),
+)
+
+
+@pytest.fixture(scope="module", params=["units", "loops"])
+def passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The passes are taken from the units, or from plain loops."""
+    if request.param == "units" and not has_matrix_units():
+        pytest.skip("this processor has no matrix units (AMX)")
+    if not HAS_VECTORS:
+        pytest.skip("this processor has no vectors of bf16 (AVX-512)")
+    options = expert_tiles.OPTIONS if request.param == "units" else (*expert_tiles.OPTIONS, WITHOUT_TILES)
+    with pytest.MonkeyPatch.context() as patch:
+        take(patch, built(expert_tiles.SOURCE, options, also=expert_tiles.HEADER.read_bytes()))
+        yield
+
+
+def take(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """From now on the passes are those of this library."""
+    library = expert_tiles.loaded(path)
+    assert library.prepare()
+    patch.setattr(expert_tiles, "library", lambda: library)
+    patch.setattr(expert_tiles, "why_not", lambda: None)
+
+
+class Drawn:
+    """A layer, tokens and gradients; some experts have no token where ``n_used`` is less than all."""
+
+    def __init__(self, sizes: tuple[int, ...], seed: int = 0, n_used: int | None = None) -> None:
+        n_tokens, d_model, d_ff, n_experts, top_k, unit = sizes
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+        self.hidden_TD, self.grad_TD = draw(n_tokens, d_model), draw(n_tokens, d_model)
+        self.matrices = (
+            draw(n_experts, d_ff, d_model, scale=d_model**-0.5),
+            draw(n_experts, d_ff, d_model, scale=d_model**-0.5),
+            draw(n_experts, d_model, d_ff, scale=d_ff**-0.5),
+        )
+        scores_TE = torch.rand(n_tokens, n_used or n_experts, generator=generator)
+        self.weights_TK, self.indices_TK = (each.clone() for each in scores_TE.topk(top_k))
+        self.unit = unit
+
+    def passes(self, dtype: torch.dtype = torch.bfloat16, kept_share: float = 1.0) -> dict[str, Tensor]:
+        """The output and every gradient, by NAMES."""
+        counts_E = count_pairs(self.indices_TK, len(self.matrices[0]))
+        rows = place_rows(self.indices_TK, counts_E, self.unit)
+        given = [each.clone().to(dtype).requires_grad_() for each in (self.hidden_TD, *self.matrices)]
+        weights_TK = self.weights_TK.to(torch.bfloat16).to(dtype).requires_grad_()
+        ways = Ways(kept_share=kept_share)
+        out_TD = experts_over_rows(given[0], rows, weights_TK, *given[1:], ways=ways)
+        out_TD.backward(self.grad_TD.to(dtype))
+        found = (out_TD.detach(), given[0].grad, weights_TK.grad, *(each.grad for each in given[1:]))
+        return dict(zip(NAMES, found, strict=True))
+
+
+def errors(drawn: Drawn) -> dict[str, tuple[float, float]]:
+    """The distances from fp32, of the passes in C++ and of products by oneDNN, over the length of fp32's tensor."""
+    wanted = drawn.passes(torch.float32)
+    found = drawn.passes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_tiles, "fits", lambda *_: False)
+        usual = drawn.passes()
+    norms = {name: float(tensor.norm()) for name, tensor in wanted.items()}
+    return {
+        name: tuple(float((each[name].float() - wanted[name]).norm()) / norms[name] for each in (found, usual))  # type: ignore[misc]
+        for name in NAMES
+    }
+
+
+def check(drawn: Drawn) -> None:
+    """Raises AssertionError where a tensor lies farther from fp32 than rounding may take it.
+
+    Between products oneDNN's passes round once more than these, so what they lose is a bound. Few numbers may by
+    chance lie a half farther.
+    """
+    for name, (found, usual) in errors(drawn).items():
+        assert found <= 1.5 * usual and found < 2**-6, (name, found, usual)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_output_and_gradients_are_as_near_to_fp32(passes: None, sizes: tuple[int, ...]) -> None:
+    check(Drawn(sizes))
+
+
+def test_experts_without_rows_get_gradients_of_zero(passes: None) -> None:
+    drawn = Drawn((64, 32, 32, 5, 2, 1), n_used=3)
+    check(drawn)
+    found = drawn.passes()
+    assert all(found[name][3:].count_nonzero() == 0 for name in ("gate_EFD", "up_EFD", "down_EDF"))
+
+
+@pytest.mark.parametrize("kept_share", [0.5, 0.0])
+def test_gates_that_are_computed_again_change_no_bit(passes: None, kept_share: float) -> None:
+    drawn = Drawn((700, 64, 96, 4, 2, 1))
+    usual, found = drawn.passes(), drawn.passes(kept_share=kept_share)
+    assert all(torch.equal(usual[name], found[name]) for name in NAMES)
+
+
+def test_threads_change_no_bit(passes: None) -> None:
+    drawn, n_threads = Drawn((500, 64, 32, 7, 2, 1)), torch.get_num_threads()
+    usual = drawn.passes()
+    try:
+        torch.set_num_threads(3)
+        found = drawn.passes()
+    finally:
+        torch.set_num_threads(n_threads)
+    assert all(torch.equal(usual[name], found[name]) for name in NAMES)
+
+
+def test_experts_are_shared_evenly_among_threads() -> None:
+    sizes_E = [5, 0, 90, 40, 41, 10]
+    shares = expert_tiles.shares_of(sizes_E, 2)
+    assert sorted(chain(*shares)) == [0, 2, 3, 4, 5] and all(share == sorted(share) for share in shares)
+    assert sorted(sum(sizes_E[expert] for expert in share) for share in shares) == [91, 95]
+    assert expert_tiles.shares_of([0, 0, 3], 4) == [[2]] and expert_tiles.shares_of([0], 2) == []
+
+
+def test_a_token_does_not_depend_on_others(passes: None) -> None:
+    """Bit for bit; what is not a number, or infinite, stays with its token."""
+    drawn = Drawn((90, 64, 64, 3, 2, 1))
+    usual = drawn.passes()
+    drawn.hidden_TD[5], drawn.hidden_TD[7, 0], drawn.hidden_TD[8] = float("nan"), float("inf"), 3e38
+    found, others = drawn.passes(), [token for token in range(90) if token not in (5, 7, 8)]
+    for name in ("out_TD", "hidden_TD", "weights_TK"):
+        assert torch.equal(usual[name][others], found[name][others]), name
+        assert found[name][5].isnan().all() and not found[name][7].isfinite().any(), name
+
+
+@pytest.mark.parametrize("gate", [-200.0, -88.5, -20.0, 0.0, 20.0, 200.0])
+def test_gates_of_any_size(passes: None, gate: float) -> None:
+    """Sigmoids do not overflow: gates are set by a first hidden value of 1 and a first column of the gates' matrix.
+
+    The units take numbers below 2^-126 as zero, of which a sum may have many.
+    """
+    drawn = Drawn((40, 32, 32, 1, 1, 1))
+    drawn.hidden_TD[:, 0] = 1.0
+    drawn.matrices[0].zero_()
+    drawn.matrices[0][:, :, 0] = gate
+    wanted, found = drawn.passes(torch.float32), drawn.passes()
+    for name in NAMES:
+        most = max(2e-2 * float(wanted[name].abs().max()), 2.0**-118)
+        assert torch.allclose(found[name].float(), wanted[name], rtol=2e-2, atol=most), name
+
+
+PLANTED = {
+    "a step of each product is left out": ("step < steps; step++", "step + 1 < steps; step++"),
+    "a block's last row is left out": ("rows = n - block * BLOCK;", "rows = n - block * BLOCK - 1;"),
+    "weights multiply nothing": ("set1_ps(is_real ? weights[at] : 0.0f)", "set1_ps(is_real ? 1.0f : 0.0f)"),
+    "later rows' gradients replace the first ones'": ("is_first ? zero_block() : load_block(total)", "zero_block()"),
+    "down's gradient is not transposed": ("    transpose(low);\n    transpose(high);\n", ""),
+    "ups take the place of gates": ("layer.gate_EFD + (expert * F + f)", "layer.up_EFD + (expert * F + f)"),
+    "a gate's slope lacks a term": ("fmadd_ps(_mm512_sub_ps(gate, active), share, share)", "mul_ps(share, share)"),
+    "another row is gathered": ("from = row < n ? matrix + rows[row]", "from = row < n ? matrix + rows[row / 2]"),
+}
+
+
+@needs_vectors
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = PLANTED[fault]
+    source, header = (path.read_text() for path in (expert_tiles.SOURCE, expert_tiles.HEADER))
+    assert before in source + header
+    (tmp_path / "tiles.h").write_text(header.replace(before, after))
+    broken = tmp_path / f"{tmp_path.name}.cpp"
+    broken.write_text(source.replace(before, after))
+    options = ["-O1" if each == "-O3" else each for each in expert_tiles.OPTIONS]
+    path = built(broken, [*options, WITHOUT_TILES])
+    take(monkeypatch, path)
+    path.unlink()
+    path.with_suffix(".lock").unlink()
+    with pytest.raises(AssertionError):
+        check(Drawn((2500, 64, 96, 2, 1, 1)))
+
+
+def test_other_layers_are_left_to_onednn(passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other dtypes, odd widths, wide experts, and tensors that are not real."""
+    calls: list[int] = []
+    monkeypatch.setattr(expert_tiles, "call", lambda *_: calls.append(1))
+    Drawn((8, 32, 32, 2, 1, 1)).passes(torch.float32)
+    Drawn((8, 48, 32, 2, 1, 1)).passes()
+    Drawn((8, 32, 40, 2, 1, 1)).passes()
+    assert not calls and not expert_tiles.suits(2048, 768) and expert_tiles.suits(384, 192)
+    Drawn((8, 32, 32, 2, 1, 1)).passes()
+    assert len(calls) == 2
+
+
+@pytest.fixture
+def experts_in_16_bits() -> RunConfig:
+    """A run whose experts are of a size for which C++ is faster."""
+    return load_config("configs/quickstart.yaml", ["train.precision=bf16", "model.d_model=64", "model.moe.d_ff=32"])
+
+
+def test_without_a_compiler_one_line_says_so(
+    experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once a run, on processors that have the units."""
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(expert_tiles, "why_not", WHY_NOT)
+    monkeypatch.setattr(expert_tiles, "library", expert_tiles.load_passes)
+    lines: list[str] = []
+    for has_units in (False, True):
+        for module in (expert_units, expert_tiles):
+            monkeypatch.setattr(module, "has_matrix_units", lambda has_units=has_units: has_units)
+        WHY_NOT.cache_clear()
+        expert_units.tell_of_missing_compiler(experts_in_16_bits, torch.device("cpu"), lines.append)
+    WHY_NOT.cache_clear()
+    told = "model.moe: experts take up to twice as long as on this processor they could"
+    assert lines == [f"{told}: {tmp_path}/none cannot be run (No such file or directory); install g++"]
+    in_fp32 = replace(experts_in_16_bits, train=replace(experts_in_16_bits.train, precision="fp32"))
+    assert expert_units.in_tiles(experts_in_16_bits) and not expert_units.in_tiles(in_fp32)
+
+
+def test_a_plan_counts_products_of_onednn_only_where_they_are(
+    experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.training.cpu_room.is_built_by_rows", lambda dtype: True)
+    monkeypatch.setattr(expert_tiles, "why_not", lambda: "there is no compiler")
+    assert product_bytes(experts_in_16_bits) > 0
+    monkeypatch.setattr(expert_tiles, "why_not", lambda: None)
+    assert product_bytes(experts_in_16_bits) == 0
