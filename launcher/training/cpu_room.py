@@ -8,7 +8,7 @@ from launcher.config.tree import RunConfig
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import rank_memory
 from launcher.plan.quick import Room
-from launcher.training.expert_units import in_tiles
+from launcher.training.cpp_kernels import in_tiles
 from launcher.training.heap import MMAP_THRESHOLD_BYTES
 from modeling.dtypes import DTYPES
 from modeling.kernels import expert_tiles

@@ -8,7 +8,7 @@ from launcher.config.tree import RunConfig
 from modeling.kernels.fused_delta import PACKAGE, fused_rule
 
 
-def tell_of_missing_kernels(config: RunConfig, device: torch.device, tell: Callable[[str], None]) -> None:
+def tell_of_missing_package(config: RunConfig, device: torch.device, tell: Callable[[str], None]) -> None:
     """Calls ``tell`` with a line where the run would use the package's kernels on this GPU and they are not usable.
 
     The run then goes on without them.

@@ -23,13 +23,13 @@ from launcher.guard.restarts import Restart
 from launcher.guard.watchdog import FLIGHT_RECORD, LOGS, STEP, Watchdog, nccl_seconds
 from launcher.report.at_end import write_at_end
 from launcher.training.compiling import first_problem, usable_fuse
-from launcher.training.expert_units import tell_of_missing_compiler
+from launcher.training.cpp_kernels import tell_of_missing_kernels
 from launcher.training.flash import choose_flash_attention
 from launcher.training.health import Health, OutOfData, Unhealthy, examine, stop_line, tell_of_no_targets
 from launcher.training.heap import keep_heap_from_growing, let_segments_grow
 from launcher.training.init_from import warn_of_beginnings
 from launcher.training.ledger import ledger_row
-from launcher.training.linear import tell_of_missing_kernels
+from launcher.training.linear import tell_of_missing_package
 from launcher.training.live_tasks import open_tasks
 from launcher.training.low_precision import check_precision, report_slow_products
 from launcher.training.planned import plan_start, report_budget
@@ -264,8 +264,8 @@ def build_engine(
     choose_flash_attention(config.train.flash_attention, mesh.device)
     if fuse is None:
         say_so = tell if mesh.rank == 0 else lambda line: None
+        tell_of_missing_package(config, mesh.device, say_so)
         tell_of_missing_kernels(config, mesh.device, say_so)
-        tell_of_missing_compiler(config, mesh.device, say_so)
         share = partial(first_problem, mesh)
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:

@@ -1,5 +1,6 @@
 """C++ sources of this project, compiled on the machine that runs them, once. Importing this does not import torch."""
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -23,25 +24,40 @@ def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
     one compiles. Raises NotBuilt where there is no compiler, it fails, or the file belongs to another user.
     """
     told = hashlib.sha256(b"\0".join([source.read_bytes(), *(each.encode() for each in options), also]))
-    path = Path(tempfile.gettempdir()) / f"roundtable-{source.stem}-{os.getuid()}-{told.hexdigest()[:16]}.so"
-    if is_ours(path):
+    try:
+        path = Path(tempfile.gettempdir()) / f"roundtable-{source.stem}-{os.getuid()}-{told.hexdigest()[:16]}.so"
+        if not is_ours(path):
+            with alone(path.with_suffix(".lock")):
+                if not is_ours(path):  # another process may have compiled it meanwhile
+                    compile_to(path, [*options, str(source)])
         return path
+    except OSError as error:
+        raise NotBuilt(f"the folder for temporary files cannot be used ({error}); set TMPDIR") from None
+
+
+def compile_to(path: Path, options: Sequence[str]) -> None:
+    """Compiles a shared library and moves it to ``path`` as a whole. Raises NotBuilt where that fails."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise NotBuilt("no C++ compiler is installed (g++, c++, clang++, or CXX)")
-    with alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
-        if is_ours(path):  # another process has compiled it meanwhile
-            return path
+    with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / path.name
-        command = [compiler, "-shared", "-fPIC", *options, str(source), "-o", str(out)]
         try:
+            command = [compiler, "-shared", "-fPIC", *options, "-o", str(out)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise NotBuilt(f"{compiler} cannot be run ({error.strerror})") from None
         if done.returncode != 0:
             raise NotBuilt(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
         shutil.move(out, path)
-    return path
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """The shared library at ``path``. Raises NotBuilt where it cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotBuilt(str(error)) from None
 
 
 def is_ours(path: Path) -> bool:

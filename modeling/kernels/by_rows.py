@@ -2,7 +2,8 @@
 
 Operation by operation a large tensor would pass through memory six times, into newly mapped memory each time, whose
 pages are faults (docs/measurements.md). By rows, the input is read and the output written once, and only what the
-backward pass needs is kept, as in ``modeling.kernels.fuse.compiled``, but without a compiler.
+backward pass needs is kept, as in ``modeling.kernels.fuse.compiled``, but without torch's compiler. Where C++ can be
+compiled, both are one pass over memory (row_passes.py); what is here is its reference, and used elsewhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from modeling.kernels import row_passes
+from modeling.kernels.direct import is_plain
 from modeling.kernels.scratch import SCRATCH
 
 PIECE_BYTES = 1 << 20  # of the rows computed at once, in fp32; docs/measurements.md has the times of other sizes
@@ -62,7 +65,12 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, norm_eps: float, adds_one: bool, n_rows: int) -> Tensor:  # type: ignore[override]
+        ctx.adds_one, ctx.n_rows = adds_one, n_rows
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+        if row_passes.fits(hidden, weight_D):
+            out_ND, scale_N1 = row_passes.norm(hidden_ND, weight_D, norm_eps=norm_eps, adds_one=adds_one)
+            ctx.save_for_backward(hidden, weight_D, scale_N1)
+            return out_ND.view(hidden.shape)
         out_ND = torch.empty_like(hidden_ND)
         scale_N1 = hidden_ND.new_empty((len(hidden_ND), 1), dtype=torch.float32)
         factor_D = factor_of(weight_D, adds_one=adds_one)
@@ -76,7 +84,6 @@ class _RMSNorm(Function):
             else:  # rounded before the weight, as in transformers
                 torch.mul(unit_ND.to(hidden.dtype), weight_D, out=out_ND[part])
         ctx.save_for_backward(hidden, weight_D, scale_N1)
-        ctx.adds_one, ctx.n_rows = adds_one, n_rows
         return out_ND.view(hidden.shape)
 
     @staticmethod
@@ -85,6 +92,11 @@ class _RMSNorm(Function):
         hidden_ND, grad_ND = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, hidden.shape[-1])
         factor_D = factor_of(weight_D, adds_one=ctx.adds_one)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        if row_passes.fits(hidden, weight_D, grad):
+            wanted = {"by_rows": wants_hidden, "by_weight": wants_weight}
+            by_hidden, by_weight = row_passes.norm_gradients(grad_ND, hidden_ND, factor_D, scale_N1, **wanted)
+            by_hidden = None if by_hidden is None else by_hidden.view(hidden.shape)
+            return by_hidden, None if by_weight is None else by_weight.to(weight_D.dtype), None, None, None
         by_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         by_weight_D, zeros_N1 = torch.zeros_like(factor_D), torch.zeros_like(scale_N1)
         for part in pieces(len(hidden_ND), min(ctx.n_rows, SUMMED_ROWS)):
@@ -128,6 +140,8 @@ class _Rotation(Function):
 
 def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
     """Heads rotated by the angles, or with ``sign`` -1 rotated back."""
+    if row_passes.fits(heads_BSHC) and is_plain((cos_BSR, sin_BSR)):
+        return row_passes.rotate(heads_BSHC, cos_BSR.to(heads_BSHC.dtype), sin_BSR.to(heads_BSHC.dtype), sign)
     heads_NHC, n_turning = heads_BSHC.flatten(0, 1), 2 * cos_BSR.shape[-1]
     tables_BSR = (each.expand(*heads_BSHC.shape[:2], -1) for each in (cos_BSR, sin_BSR))  # their batch may be 1
     cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in tables_BSR)

@@ -10,9 +10,7 @@ Shape letters: T tokens, R rows (token-expert pairs), E experts, D d_model, F d_
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modeling.kernels.built import NotBuilt, built
+from modeling.kernels.built import NotBuilt, built, loaded
 from modeling.kernels.direct import is_plain
 from modeling.kernels.narrow_attention import has_matrix_units
+from modeling.kernels.threads import each_part
 
 SOURCE = Path(__file__).with_name("expert_tiles.cpp")
 HEADER = SOURCE.with_name("tiles.h")
@@ -121,14 +120,6 @@ def load_passes() -> ctypes.CDLL:
     return loaded(built(SOURCE, OPTIONS, also=HEADER.read_bytes()))
 
 
-def loaded(path: Path) -> ctypes.CDLL:
-    """The passes in the shared library at ``path``. Raises NotBuilt where it cannot be loaded."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NotBuilt(str(error)) from None
-
-
 def forward(matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates: Gates, out_RD: Tensor) -> None:
     """Computes the SwiGLU of each row's token into ``out_RD``, not weighted, and gates and ups as far as they are kept.
 
@@ -162,8 +153,7 @@ def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> N
     def compute(experts: Sequence[int]) -> int:
         return run(ctypes.byref(layer), (ctypes.c_int64 * len(experts))(*experts), ctypes.c_int64(len(experts)))
 
-    each = map if len(shares) == 1 else threads(os.getpid(), len(shares)).map
-    if any([*each(compute, shares)]):  # all are waited for
+    if any(each_part(compute, shares)):
         raise MemoryError("there is no memory for the rows of one expert")
 
 
@@ -184,9 +174,3 @@ def shares_of(sizes_E: list[int], n_threads: int) -> list[list[int]]:
             shares[least].append(expert)
             rows[least] += sizes_E[expert]
     return [sorted(share) for share in shares if share]
-
-
-@functools.cache
-def threads(process: int, n_threads: int) -> ThreadPoolExecutor:
-    """Threads of this process, kept from call to call, as their memory is. A process that was forked has its own."""
-    return ThreadPoolExecutor(n_threads, thread_name_prefix="experts")

@@ -1,19 +1,24 @@
-"""Norms and rotations by rows (modeling.kernels.by_rows): the plain functions' numbers, whatever the pieces.
+"""Norms and rotations by rows, in C++ and by torch's operations: the plain functions' numbers, whatever the pieces.
 
 Bounds: fp32 sums over rows in another order, 1e-6 of a tensor's norm; 16 bits round each element once, where the plain
 functions round in between, 2^-7.
 """
 
 import weakref
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.training.compiling import fuse_of, usable_fuse
 from modeling.config import ModelConfig
-from modeling.kernels import by_rows
+from modeling.kernels import by_rows, row_passes, threads
+from modeling.kernels.built import built, loaded
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.norm import rms_norm
@@ -29,6 +34,18 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
     "rotation by one row of angles": (rotate, [(2, 5, 3, 8), (1, 5, 4), (1, 5, 4)], {}),
     "rotation of some channels": (rotate, [(2, 5, 3, 8), (2, 5, 3), (2, 5, 3)], {}),
 }
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed in C++."""
+    monkeypatch.setattr(row_passes, "fits", lambda *tensors: False)
+
+
+@pytest.fixture
+def in_cpp() -> None:
+    """What C++ can compute is, which this machine must be able to compile."""
+    assert row_passes.why_not() is None
 
 
 def both_ways(fuse: Any, name: str, dtype: torch.dtype) -> list[Tensor]:
@@ -56,11 +73,146 @@ def error(found: list[Tensor], wanted: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("piece_bytes", [1, 200, PIECE_BYTES])
+@pytest.mark.usefixtures("by_torch")
 def test_numbers_are_the_plain_functions(name: str, dtype: torch.dtype, piece_bytes: int) -> None:
     assert error(both_ways(ByRows(piece_bytes), name, dtype), both_ways(plainly, name, dtype)) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.usefixtures("in_cpp")
+def test_cpp_has_the_plain_functions_numbers(
+    name: str, dtype: torch.dtype, n_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No bit depends on the threads."""
+    calls = watch(monkeypatch)
+    alone = both_ways(ByRows(), name, dtype)
+    monkeypatch.setattr(threads, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: n_threads)
+    found = both_ways(ByRows(), name, dtype)
+    assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=True)) and len(calls) == 4
+    assert error(found, both_ways(plainly, name, dtype)) < BOUNDS[dtype]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The list to which each pass in C++ adds its name."""
+    calls: list[str] = []
+    for name in ("norm", "norm_gradients", "rotate"):
+        monkeypatch.setattr(row_passes, name, partial(told, getattr(row_passes, name), calls))
+    return calls
+
+
+def told(function: Any, calls: list[str], *given: Any, **named: Any) -> Any:
+    calls.append(function.__name__)
+    return function(*given, **named)
+
+
+@pytest.mark.parametrize("n_rows", [255, 256, 700])
+@pytest.mark.usefixtures("in_cpp")
+def test_cpp_sums_gradients_by_blocks_of_rows(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several blocks, of which the last is not full."""
+    monkeypatch.setitem(CASES, "many rows", (rms_norm, [(n_rows, 40), (40,)], {"norm_eps": 1e-6, "adds_one": False}))
+    assert error(both_ways(ByRows(), "many rows", torch.float32), both_ways(plainly, "many rows", torch.float32)) < 1e-6
+
+
+PLANTED = {
+    "one is not added": ("(1 + weight[i])", "weight[i]"),
+    "the weight comes before the rounding": ("wide(rounded<Number>(wide(rows[i]) * scale))", "(wide(rows[i]) * scale)"),
+    "the mean of the gradients stays": ("- wide(rows[i]) * scale * mean)", ")"),
+    "blocks' sums begin with what was there": (
+        "if (row % BLOCK == 0) std::memset(sums",
+        "if (row == 0) std::memset(sums",
+    ),
+    "angles have the other sign": ("- second * turn", "+ second * turn"),
+    "later channels are left out": ("(width - 2 * n_pairs) * sizeof", "0 * sizeof"),
+    "all tokens have the first one's angles": ("cosines + token % n_tables", "cosines + 0 * n_tables"),
+    "bits are cut off": ("0x7fff + (bits >> 16 & 1)", "0"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.usefixtures("in_cpp")
+def test_planted_faults_of_cpp_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bounds of fp32 and bf16, of all cases; of roundings, by the very bits."""
+    before, after = PLANTED[fault]
+    source = row_passes.SOURCE.read_text()
+    assert before in source
+    broken = tmp_path / "rows.cpp"
+    broken.write_text(source.replace(before, after))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setitem(CASES, "many rows", (rms_norm, [(700, 40), (40,)], {"norm_eps": 1e-6, "adds_one": False}))
+    assert not differing_bits() and not wrong_cases()
+    library = loaded(built(broken, row_passes.OPTIONS))
+    monkeypatch.setattr(row_passes, "library", lambda: library)
+    assert wrong_cases() or differing_bits()
+
+
+def wrong_cases() -> list[tuple[str, torch.dtype]]:
+    """The cases beyond their bound."""
+    pairs = [(name, dtype) for name in CASES for dtype in BOUNDS]
+    return [
+        pair for pair in pairs if not error(both_ways(ByRows(), *pair), both_ways(plainly, *pair)) < BOUNDS[pair[1]]
+    ]
+
+
+def differing_bits() -> int:
+    """How many values of a norm in bf16 are not those of the plain function, whose roundings are the same."""
+    found, wanted = (both_ways(fuse, "norm", torch.bfloat16)[0] for fuse in (ByRows(), plainly))
+    return int((found != wanted).sum())
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_what_is_not_a_number_stays_so() -> None:
+    """Bits of a NaN that carry into its sign must not become a number."""
+    hidden = torch.tensor([[0x7FFF, 0x3F80], [0x7F81, 0x3F80], [-1, 0x3F80]], dtype=torch.int16).view(torch.bfloat16)
+    assert ByRows()(rms_norm, hidden, torch.ones(2, dtype=torch.bfloat16), norm_eps=1e-6, adds_one=False).isnan().all()
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_other_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16, weights of another dtype, and whatever is observed; without a compiler all."""
+    calls = watch(monkeypatch)
+    norm = partial(ByRows(), rms_norm, norm_eps=1e-6, adds_one=True)
+    hidden, weight = torch.randn(3, 8), torch.randn(8)
+    norm(hidden.half(), weight.half())
+    norm(hidden.bfloat16(), weight)
+    with FlopCounterMode(display=False):
+        norm(hidden, weight)
+    with FakeTensorMode() as mode:
+        norm(mode.from_tensor(hidden), mode.from_tensor(weight))
+    assert not calls
+    norm(hidden, weight)
+    assert calls == ["norm"]
+    monkeypatch.setattr(row_passes, "why_not", lambda: "no compiler")
+    norm(hidden, weight)
+    assert calls == ["norm"]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.usefixtures("in_cpp")
+def test_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
+    """Heads cut out of a wider projection, and gradients that are one number everywhere."""
+    wide, weight = torch.randn(2, 5, 3, 20).to(dtype), torch.randn(8).to(dtype)
+    angles = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    of_norm: dict[str, Any] = {"norm_eps": 1e-6, "adds_one": False}
+    cases: list[tuple[Any, tuple[Tensor, ...], dict[str, Any]]] = [
+        (rms_norm, (weight,), of_norm),
+        (rotate, angles, {}),
+    ]
+    for function, given, numbers in cases:
+        found = []
+        for fuse in (ByRows(), plainly):
+            leaf = wide.clone().requires_grad_()
+            out = fuse(function, leaf[..., 4:12], *given, **numbers)
+            out.sum().backward()
+            assert leaf.grad is not None
+            found.append([out.detach(), leaf.grad])
+        assert error(*found) < BOUNDS[dtype]
+
+
 @pytest.mark.parametrize("name", ["norm", "rotation"])
+@pytest.mark.usefixtures("by_torch")
 def test_planted_last_rows_left_out_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = by_rows.pieces
     monkeypatch.setattr(by_rows, "pieces", lambda n, n_rows: list(whole(n, n_rows))[: max(1, n // n_rows)])
@@ -68,6 +220,7 @@ def test_planted_last_rows_left_out_are_seen(name: str, monkeypatch: pytest.Monk
     assert not error(both_ways(ByRows(rows), name, torch.float32), both_ways(plainly, name, torch.float32)) < 1e-2
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_planted_scratch_that_two_values_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value that lives at once has a name of its own: of 16 bits the rows and their gradients, both widened."""
     take = by_rows.SCRATCH.take
@@ -75,6 +228,7 @@ def test_planted_scratch_that_two_values_share_is_seen(monkeypatch: pytest.Monke
     assert not error(both_ways(ByRows(), "norm", torch.bfloat16), both_ways(plainly, "norm", torch.bfloat16)) < 0.1
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_rows_that_are_summed_one_after_another_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients by a norm's weight, over many rows in one piece: more of them at once, and the sum is less exact."""
     hidden, weight = torch.randn(1 << 17, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
@@ -104,6 +258,7 @@ def test_the_least_eps_leaves_rows_of_zeros_finite_gradients() -> None:
     assert is_finite(ByRows(), least) and is_finite(plainly, least) and not is_finite(plainly, least / 10)
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_a_layer_norms_mean_is_put_back() -> None:
     """Gradients that are all alike, times weights that are: what a layer norm takes off of them whole."""
     hidden = torch.randn(9, 24, generator=torch.Generator().manual_seed(2))

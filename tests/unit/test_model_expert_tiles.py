@@ -15,9 +15,9 @@ from torch import Tensor
 
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
-from launcher.training import expert_units
+from launcher.training import cpp_kernels
 from launcher.training.cpu_room import product_bytes
-from modeling.kernels import expert_tiles
+from modeling.kernels import expert_tiles, row_passes
 from modeling.kernels.built import built
 from modeling.kernels.experts import Ways, count_pairs, experts_over_rows, place_rows
 from modeling.kernels.narrow_attention import has_matrix_units
@@ -232,22 +232,28 @@ def experts_in_16_bits() -> RunConfig:
 def test_without_a_compiler_one_line_says_so(
     experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Once a run, on processors that have the units."""
+    """Of experts only on processors that have the units; of norms and rotations always."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(expert_tiles, "why_not", WHY_NOT)
     monkeypatch.setattr(expert_tiles, "library", expert_tiles.load_passes)
+    monkeypatch.setattr(row_passes, "why_not", lambda: None)
     lines: list[str] = []
     for has_units in (False, True):
-        for module in (expert_units, expert_tiles):
+        for module in (cpp_kernels, expert_tiles):
             monkeypatch.setattr(module, "has_matrix_units", lambda has_units=has_units: has_units)
         WHY_NOT.cache_clear()
-        expert_units.tell_of_missing_compiler(experts_in_16_bits, torch.device("cpu"), lines.append)
+        cpp_kernels.tell_of_missing_kernels(experts_in_16_bits, torch.device("cpu"), lines.append)
     WHY_NOT.cache_clear()
-    told = "model.moe: experts take up to twice as long as on this processor they could"
-    assert lines == [f"{told}: {tmp_path}/none cannot be run (No such file or directory); install g++"]
+    told = "kernels in C++ cannot be compiled, so steps take longer"
+    problem = f"{tmp_path}/none cannot be run (No such file or directory)"
+    assert lines == [f"{told}: {problem}; install g++"]
+    monkeypatch.setattr(row_passes, "why_not", lambda: problem)
     in_fp32 = replace(experts_in_16_bits, train=replace(experts_in_16_bits.train, precision="fp32"))
-    assert expert_units.in_tiles(experts_in_16_bits) and not expert_units.in_tiles(in_fp32)
+    cpp_kernels.tell_of_missing_kernels(in_fp32, torch.device("cpu"), lines.append)
+    cpp_kernels.tell_of_missing_kernels(in_fp32, torch.device("cuda"), lines.append)
+    assert lines == [f"{told}: {problem}; install g++"] * 2
+    assert cpp_kernels.in_tiles(experts_in_16_bits) and not cpp_kernels.in_tiles(in_fp32)
 
 
 def test_a_plan_counts_products_of_onednn_only_where_they_are(

@@ -458,10 +458,10 @@ def test_a_run_without_the_kernels_says_so(monkeypatch: pytest.MonkeyPatch, prec
     lines: list[str] = []
     run = RunConfig(model=CONFIG, train=TrainConfig(precision=precision))
     monkeypatch.setattr(linear, "fused_rule", lambda: None)
-    linear.tell_of_missing_kernels(run, torch.device("cpu"), lines.append)
-    linear.tell_of_missing_kernels(replace(run, train=replace(run.train, deterministic=True)), CUDA, lines.append)
+    linear.tell_of_missing_package(run, torch.device("cpu"), lines.append)
+    linear.tell_of_missing_package(replace(run, train=replace(run.train, deterministic=True)), CUDA, lines.append)
     assert not lines
-    linear.tell_of_missing_kernels(run, CUDA, lines.append)
+    linear.tell_of_missing_package(run, CUDA, lines.append)
     assert [line.partition(": steps")[0] for line in lines] == (
         ["model.linear_attention: package fla-core is not installed, or does not work"] if precision == "bf16" else []
     )

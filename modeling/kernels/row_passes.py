@@ -1,0 +1,117 @@
+"""Norms and rotations on a CPU in C++ (rows.cpp): one pass over memory each way.
+
+torch passes over a piece of rows once for each operation, and once more to widen 16 bits. Compiled on the machine that
+runs it, for its own vectors; where that cannot be, modeling.kernels.by_rows computes the same by torch's operations.
+
+Shape letters: N rows, D their length; B batch, S sequence, H heads, C channels, R pairs of channels that turn.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modeling.kernels.built import NotBuilt, built, loaded
+from modeling.kernels.direct import is_plain
+from modeling.kernels.threads import each_part, row_parts
+
+SOURCE = Path(__file__).with_name("rows.cpp")
+OPTIONS = ("-O3", "-std=c++17", "-march=native", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno")
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+BLOCK = 256  # rows whose gradients by the weight are one sum, as in rows.cpp
+Pointer, Number, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether C++ computes these tensors, all of one dtype, on this machine."""
+    dtype = tensors[0].dtype
+    if dtype not in NAMES or any(not each.is_cpu or each.dtype != dtype for each in tensors):
+        return False
+    return is_plain(tensors) and why_not() is None
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why the passes cannot be used on this machine, in one line; None where they can. Compiles them."""
+    try:
+        library()
+    except NotBuilt as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The passes, compiled if need be for this processor. Raises NotBuilt where they cannot be."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return loaded(built(SOURCE, OPTIONS, also=features.encode()))
+
+
+def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of each row (N, D) in the rows' dtype, and one over each row's root mean square (N, 1) in fp32."""
+    rows_ND, (n_rows, width) = rows_ND.contiguous(), rows_ND.shape
+    out_ND = torch.empty((n_rows, width), dtype=rows_ND.dtype)
+    scales_N1, weight_D = torch.empty((n_rows, 1)), weight_D.float().contiguous()
+    run = getattr(library(), f"norm_{NAMES[rows_ND.dtype]}")
+
+    def compute(part: tuple[int, int]) -> None:
+        first, n = part
+        given = (at(rows_ND, first), at(weight_D, 0), at(out_ND, first), at(scales_N1, first))
+        run(*given, Number(n), Number(width), Real(norm_eps), int(adds_one))
+
+    each_part(compute, row_parts(n_rows, width, 1))
+    return out_ND, scales_N1
+
+
+def norm_gradients(
+    grads_ND: Tensor, rows_ND: Tensor, factor_D: Tensor, scales_N1: Tensor, *, by_rows: bool, by_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of ``norm`` by the rows (N, D), in their dtype, and by the factor (D,), in fp32; None if not asked.
+
+    ``factor_D`` is the weight, or one plus the weight, in fp32.
+    """
+    grads_ND, rows_ND, factor_D = grads_ND.contiguous(), rows_ND.contiguous(), factor_D.contiguous()
+    n_rows, width = rows_ND.shape
+    by_rows_ND = torch.empty((n_rows, width), dtype=rows_ND.dtype) if by_rows else None
+    sums_XD = torch.empty((-(-n_rows // BLOCK), width)) if by_weight else None
+    run = getattr(library(), f"norm_backward_{NAMES[rows_ND.dtype]}")
+
+    def compute(part: tuple[int, int]) -> None:
+        first, n = part
+        given = (at(grads_ND, first), at(rows_ND, first), at(factor_D, 0), at(scales_N1, first))
+        run(*given, at(by_rows_ND, first), at(sums_XD, first // BLOCK), Number(n), Number(width))
+
+    each_part(compute, row_parts(n_rows, width, BLOCK))
+    return by_rows_ND, None if sums_XD is None else sums_XD.sum(0)
+
+
+def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> Tensor:
+    """Heads with their first 2R channels turned by the angles, or with ``sign`` -1 turned back, in their dtype.
+
+    The tables have the heads' dtype. Their batch may be 1.
+    """
+    heads_BSHC, cos_BSR, sin_BSR = (each.contiguous() for each in (heads_BSHC, cos_BSR, sin_BSR))
+    batch, seq_len, n_heads, width = heads_BSHC.shape
+    out_BSHC, n_pairs = torch.empty(heads_BSHC.shape, dtype=heads_BSHC.dtype), cos_BSR.shape[-1]
+    repeats, n_tables = len(cos_BSR) < batch, len(cos_BSR) * seq_len
+    run = getattr(library(), f"rotate_{NAMES[heads_BSHC.dtype]}")
+    heads_NHC, out_NHC = heads_BSHC.view(-1, n_heads, width), out_BSHC.view(-1, n_heads, width)
+    cos_NR, sin_NR = cos_BSR.view(-1, n_pairs), sin_BSR.view(-1, n_pairs)
+
+    def compute(part: tuple[int, int]) -> None:
+        first, n = part
+        tables = [at(each, 0 if repeats else first) for each in (cos_NR, sin_NR)]
+        sizes = [Number(size) for size in (n, n_heads, width, n_pairs, n_tables)]
+        run(at(heads_NHC, first), *tables, at(out_NHC, first), *sizes, Real(sign))
+
+    each_part(compute, row_parts(batch * seq_len, n_heads * width, seq_len if repeats else 1))
+    return out_BSHC
+
+
+def at(tensor: Tensor | None, row: int) -> ctypes.c_void_p:
+    """Where a contiguous tensor's row begins; a null pointer for None."""
+    return Pointer(None if tensor is None else tensor.data_ptr() + row * tensor[0].numel() * tensor.element_size())
