@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from modeling.dims import Weight
+from modeling.kernels import row_passes
 from modeling.kernels.by_rows import pieces
 from modeling.kernels.fuse import Fuse, plainly
 
@@ -186,6 +187,10 @@ def losses_and_gradient(
 
     ``z_loss`` is the coefficient of the z-loss.
     """
+    if row_passes.fits(logits_TV) and logits_TV.is_contiguous():
+        ways = {"ignored": IGNORE, "z_loss": z_loss, "writes": wants_gradient}
+        losses_T, logs_T = row_passes.cross_entropies(logits_TV, targets_T, **ways)
+        return losses_T, logs_T.square(), logits_TV if wants_gradient else None
     found: list[tuple[Tensor, Tensor]] = []
     for rows in cached_rows(logits_TV):
         softmax_TV = torch.empty_like(logits_TV[rows], dtype=torch.float32).copy_(logits_TV[rows])

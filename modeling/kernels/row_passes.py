@@ -1,9 +1,11 @@
-"""Norms and rotations on a CPU in C++ (rows.cpp): one pass over memory each way.
+"""Norms, rotations and cross-entropies on a CPU in C++ (rows.cpp): one pass over memory each way.
 
 torch passes over a piece of rows once for each operation, and once more to widen 16 bits. Compiled on the machine that
-runs it, for its own vectors; where that cannot be, modeling.kernels.by_rows computes the same by torch's operations.
+runs it, for its own vectors; where that cannot be, modeling.kernels.by_rows and modeling.loss compute the same by
+torch's operations.
 
-Shape letters: N rows, D their length; B batch, S sequence, H heads, C channels, R pairs of channels that turn.
+Shape letters: N rows, D their length; B batch, S sequence, H heads, C channels, R pairs of channels that turn; T
+targets, V vocabulary.
 """
 
 import ctypes
@@ -110,6 +112,27 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> T
 
     each_part(compute, row_parts(batch * seq_len, n_heads * width, seq_len if repeats else 1))
     return out_BSHC
+
+
+def cross_entropies(
+    logits_TV: Tensor, targets_T: Tensor, *, ignored: int, z_loss: float, writes: bool
+) -> tuple[Tensor, Tensor]:
+    """Each target's cross-entropy and logsumexp (T,), in fp32; 0 where it is ``ignored``. Logits are contiguous.
+
+    With ``writes`` they are overwritten by the gradient of cross-entropies and ``z_loss`` times the squares of
+    logsumexps.
+    """
+    targets_T, (n_rows, width) = targets_T.contiguous(), logits_TV.shape
+    losses_T, logs_T = torch.empty(n_rows), torch.empty(n_rows)
+    run = getattr(library(), f"cross_entropy_{NAMES[logits_TV.dtype]}")
+
+    def compute(part: tuple[int, int]) -> None:
+        first, n = part
+        given = [at(each, first) for each in (logits_TV, targets_T, losses_T, logs_T)]
+        run(*given, Number(n), Number(width), Number(ignored), Real(z_loss), int(writes))
+
+    each_part(compute, row_parts(n_rows, width, 1))
+    return losses_T, logs_T
 
 
 def at(tensor: Tensor | None, row: int) -> ctypes.c_void_p:

@@ -1,10 +1,12 @@
-// Norms and rotations on a CPU, row after row: one pass over memory each way.
+// Norms, rotations and cross-entropies on a CPU, row after row: one pass over memory each way.
 //
-// Numbers are in fp32 or bf16; all is computed in fp32, in plain loops that a compiler turns into the processor's vectors.
-// Shape letters: N rows, D their length; in rotations N tokens, H heads, C channels, R pairs of channels that turn.
+// Numbers are in fp32 or bf16; all is computed in fp32, in plain loops that a compiler turns into the processor's
+// vectors. Bits of 16 that are no number stay so.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace {
 
@@ -101,6 +103,55 @@ void rotate(const Number* heads, const Number* cosines, const Number* sines, Num
   }
 }
 
+// exp(x) for x <= 0, to two units in the last place: 2^whole times the Taylor polynomial of the rest. What is less than
+// 2^-126 is 0.
+inline float exponential(float x) {
+  x = x < -104.0f ? -104.0f : x;  // what is not a number stays so
+  const float whole = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounded: such sums have no fraction
+  const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  float sum = 1.0f / 720;
+  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + term;
+  const int32_t exponent = int32_t(whole) + 127;
+  const uint32_t bits = exponent > 0 ? uint32_t(exponent) << 23 : 0;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return sum * power;
+}
+
+constexpr int64_t SUMMED = 1024;  // exponentials that are summed in fp32; further sums are in fp64
+
+// Each target's cross-entropy and logsumexp (both 0 where it is ignored). With writes the logits are overwritten by the
+// gradient of the trained total: softmax times (1 + 2 z_loss logsumexp), minus one-hot.
+template <class Number>
+void cross_entropy(Number* logits, const int64_t* targets, float* losses, float* logs, int64_t n, int64_t width,
+                   int64_t ignored, float z_loss, bool writes) {
+  std::vector<float> room(width);
+  float* exponentials = room.data();
+  for (int64_t row = 0; row < n; row++, logits += width) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < width; i++) largest = std::max(largest, wide(logits[i]));
+    double total = 0;
+    for (int64_t begin = 0; begin < width; begin += SUMMED) {
+      float sum = 0;
+      const int64_t end = std::min(begin + SUMMED, width);
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = begin; i < end; i++) sum += exponentials[i] = exponential(wide(logits[i]) - largest);
+      total += sum;
+    }
+    const bool counts = targets[row] != ignored;
+    const float log = std::log(total) + largest;
+    losses[row] = counts ? log - wide(logits[targets[row]]) : 0;
+    logs[row] = counts ? log : 0;
+    if (!writes) continue;
+    const float factor = counts ? (1 + 2 * z_loss * log) / float(total) : 0;
+    const float one = counts ? exponentials[targets[row]] * factor - 1 : 0;
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) logits[i] = rounded<Number>(exponentials[i] * factor);
+    if (counts) logits[targets[row]] = rounded<Number>(one);
+  }
+}
+
 }  // namespace
 
 #define FOR(Number, name)                                                                                            \
@@ -115,6 +166,10 @@ void rotate(const Number* heads, const Number* cosines, const Number* sines, Num
   void rotate_##name(const Number* heads, const Number* cosines, const Number* sines, Number* out, int64_t n,        \
                      int64_t n_heads, int64_t width, int64_t n_pairs, int64_t n_tables, float sign) {                \
     rotate(heads, cosines, sines, out, n, n_heads, width, n_pairs, n_tables, sign);                                  \
+  }                                                                                                                  \
+  void cross_entropy_##name(Number* logits, const int64_t* targets, float* losses, float* logs, int64_t n,           \
+                            int64_t width, int64_t ignored, float z_loss, int writes) {                              \
+    cross_entropy(logits, targets, losses, logs, n, width, ignored, z_loss, writes != 0);                            \
   }
 
 extern "C" {

@@ -232,8 +232,8 @@ def weigh_head_z_loss(factor: float) -> None:
     """The gradient of the head's z-loss is that of a coefficient times ``factor``."""
     import modeling.loss as loss
 
-    slope = loss.z_slope
-    loss.z_slope = lambda logs_T, z_loss: slope(logs_T, factor * z_loss)
+    make = loss.losses_and_gradient
+    loss.losses_and_gradient = lambda *given: make(*given[:3], factor * given[3])
 
 
 def take_own_logsumexp() -> None:
@@ -254,14 +254,14 @@ def count_every_logsumexp() -> None:
     """The z-loss also counts targets that the cross-entropy ignores."""
     import modeling.loss as loss
 
-    make = loss.token_losses
+    make = loss.losses_and_gradient
 
-    def all_of_them(logits_TV: Any, targets_T: Any, *rest: Any) -> Any:
-        logs_T = logits_TV.logsumexp(-1)
-        losses_T, _, counts_T = make(logits_TV, targets_T, *rest)
-        return losses_T, logs_T, counts_T
+    def all_of_them(logits_TV: Any, *rest: Any) -> Any:
+        logs_T = logits_TV.float().logsumexp(-1)
+        losses_T, _, grad_TV = make(logits_TV, *rest)
+        return losses_T, logs_T.square(), grad_TV
 
-    loss.token_losses = all_of_them
+    loss.losses_and_gradient = all_of_them
 
 
 def forget_sinks() -> None:

@@ -32,13 +32,10 @@ def forget_earlier_pieces() -> None:
     context.cut_documents = lambda *arguments: [piece._replace(keys=piece.queries) for piece in cut(*arguments)]
 
 
-def lose_second_chunk(module: Any, function: Any, gradient: str) -> None:
-    """The gradient of the loss's second chunk of tokens becomes zero.
-
-    ``gradient`` names the function of ``module`` that computes a chunk's gradient.
-    """
+def lose_second_chunk(module: Any, function: Any) -> None:
+    """The gradient of the loss's second chunk of tokens becomes zero. ``module`` has the function that computes it."""
     seen = [0]
-    forward, make = function.forward, getattr(module, gradient)
+    forward, make = function.forward, module.losses_and_gradient
 
     def counting(*arguments: Any) -> Any:
         seen[0] = 0
@@ -47,25 +44,25 @@ def lose_second_chunk(module: Any, function: Any, gradient: str) -> None:
     def losing(*arguments: Any) -> Any:
         seen[0] += 1
         made = make(*arguments)
-        if seen[0] == 2:
-            (made[-1] if isinstance(made, tuple) else made).zero_()
+        if seen[0] == 2 and made[-1] is not None:
+            made[-1].zero_()
         return made
 
     function.forward = staticmethod(counting)
-    setattr(module, gradient, losing)
+    module.losses_and_gradient = losing
 
 
 def lose_second_chunk_of_one_device() -> None:
     import modeling.loss as loss
 
-    lose_second_chunk(loss, loss.ChunkedCrossEntropy, "logits_gradient")
+    lose_second_chunk(loss, loss.ChunkedCrossEntropy)
 
 
 def lose_second_chunk_under_tp() -> None:
     import modeling.loss as loss
     import parallel.tensor as tensor
 
-    lose_second_chunk(tensor, loss.ChunkedCrossEntropy, "losses_and_gradient")
+    lose_second_chunk(tensor, loss.ChunkedCrossEntropy)
 
 
 def pad_rows_short() -> None:

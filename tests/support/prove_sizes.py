@@ -81,7 +81,7 @@ def record(seen: Recorder) -> None:
     import parallel.context_parallel.ring as ring
     import parallel.tensor as tensor
 
-    seen.count_calls(loss, "token_losses", "chunk_logits")
+    seen.count_calls(loss, "losses_and_gradient", "chunk_logits")
     seen.count_calls(tensor, "losses_and_gradient", "chunk_logits_under_tp")
     chunked = loss.ChunkedCrossEntropy
     chunked.forward = staticmethod(seen.around(chunked.forward, "chunk_logits", "chunk_logits_under_tp"))

@@ -24,6 +24,7 @@ from modeling.kernels.experts import (
     gathered_weighted_sum,
     narrow,
     narrow_dtype,
+    order_by_expert,
     place_blocks,
     place_rows,
     row_multiple_of,
@@ -319,6 +320,15 @@ def test_large_tensors_are_not_made_anew() -> None:
     row_bytes = 4096 * 12 * 384 * 2
     faulted = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert faulted * resource.getpagesize() < row_bytes / 2
+
+
+@pytest.mark.parametrize("n_experts", [3, 300, 1 << 16, 70000])
+def test_pairs_in_the_order_of_their_experts(n_experts: int) -> None:
+    """On a CPU by counting, as far as 16 bits hold the experts' numbers; those of one expert stay in their order."""
+    experts_P = torch.randint(n_experts, (500,), generator=torch.Generator().manual_seed(n_experts))
+    experts_P[-1] = n_experts - 1
+    found = order_by_expert(experts_P, n_experts)
+    assert torch.equal(found, experts_P.argsort(stable=True)) and found.dtype == torch.int64
 
 
 @pytest.mark.parametrize("n_experts", [1, 128, 256, 257, 70_000])

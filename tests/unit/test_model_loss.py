@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling.loss
+from modeling.kernels import row_passes
 from modeling.kernels.fuse import compiled
 from modeling.loss import (
     IGNORE,
@@ -157,6 +158,7 @@ def test_no_target_counts() -> None:
     assert not hidden_BSD.grad.any()
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("fault", ["labels shifted", "ignored counted", "boundary skipped", "z-loss not squared"])
 def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head, hidden_BSD, targets_BS = problem(30, 20, 0.3, 0)
@@ -180,6 +182,12 @@ def test_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(modeling.loss, "slice", lambda start, stop: slice(start, stop - 1), raising=False)
     with pytest.raises((AssertionError, RuntimeError)):
         compare(head, hidden_BSD, targets_BS, scale=1.0)
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed in C++."""
+    monkeypatch.setattr(row_passes, "fits", lambda *tensors: False)
 
 
 def check_narrow(dtype: torch.dtype) -> None:
@@ -207,6 +215,12 @@ def test_losses_of_narrow_logits_are_those_in_fp64(dtype: torch.dtype) -> None:
     check_narrow(dtype)
 
 
+@pytest.mark.usefixtures("by_torch")
+def test_losses_by_torchs_operations_are_those_in_fp64() -> None:
+    check_narrow(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("planted", ["a sum that is off", "another row's"])
 def test_planted_narrow_losses_are_seen(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
     softmax = torch.softmax

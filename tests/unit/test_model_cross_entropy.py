@@ -1,0 +1,113 @@
+"""Cross-entropies in C++ (rows.cpp): losses, z-losses and gradients against fp64.
+
+Bounds: fp32 over a vocabulary, 1e-6 of a tensor's norm; a gradient in bf16 rounds each element once, 2^-8.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.kernels import row_passes, threads
+from modeling.kernels.built import built, loaded
+from modeling.loss import IGNORE, losses_and_gradient
+
+GRADIENT_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+Z_LOSS = 1e-2
+SIZES = ((1, 1), (5, 17), (40, 1030), (3, 5000))  # targets and vocabulary
+
+
+@pytest.fixture(autouse=True)
+def in_cpp() -> None:
+    """This machine must be able to compile it."""
+    assert row_passes.why_not() is None
+
+
+def drawn(sizes: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits, some far apart, and targets, of which the last does not count where there are several."""
+    generator = torch.Generator().manual_seed(3)
+    logits_TV = (torch.randn(sizes, generator=generator) * 8).to(dtype)
+    targets_T = torch.randint(sizes[1], sizes[:1], generator=generator)
+    if len(targets_T) > 1:
+        targets_T[-1] = IGNORE
+    return logits_TV, targets_T
+
+
+def wanted(logits_TV: Tensor, targets_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, z-losses and the gradient of their sum in fp64, by autograd."""
+    leaf_TV, counts_T = logits_TV.double().requires_grad_(), targets_T != IGNORE
+    logs_T = leaf_TV.logsumexp(-1) * counts_T
+    losses_T = logs_T - leaf_TV.gather(1, targets_T.clamp(min=0)[:, None]).squeeze(1) * counts_T
+    (losses_T + z_loss * logs_T.square()).sum().backward()
+    assert leaf_TV.grad is not None
+    return losses_T.detach(), logs_T.detach().square(), leaf_TV.grad
+
+
+def check(sizes: tuple[int, int], dtype: torch.dtype, z_loss: float = Z_LOSS) -> None:
+    logits_TV, targets_T = drawn(sizes, dtype)
+    found = losses_and_gradient(logits_TV.clone(), targets_T, True, z_loss)
+    bounds = (1e-6, 1e-6, GRADIENT_BOUNDS[dtype])
+    for bound, one, other in zip(bounds, found, wanted(logits_TV, targets_T, z_loss), strict=True):
+        assert one is not None
+        assert float((one.double() - other).norm()) <= bound * max(float(other.norm()), 1e-3)
+    no_gradient = losses_and_gradient(before := logits_TV.clone(), targets_T, False, z_loss)
+    assert torch.equal(before, logits_TV) and no_gradient[2] is None
+    assert all(torch.equal(one, other) for one, other in zip(found[:2], no_gradient[:2], strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_BOUNDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
+def test_losses_and_gradients_are_those_of_fp64(sizes: tuple[int, int], dtype: torch.dtype, z_loss: float) -> None:
+    check(sizes, dtype, z_loss)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_BOUNDS, ids=str)
+def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_TV, targets_T = drawn((40, 1030), dtype)
+    alone = losses_and_gradient(logits_TV.clone(), targets_T, True, Z_LOSS)
+    monkeypatch.setattr(threads, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    found = losses_and_gradient(logits_TV.clone(), targets_T, True, Z_LOSS)
+    assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=True))  # type: ignore[arg-type]
+
+
+def test_logits_that_are_infinite_or_no_numbers() -> None:
+    """As torch has them: minus infinity has no weight, and what is not a number fills its row, and no other."""
+    logits_TV, targets_T = drawn((6, 40), torch.float32)
+    logits_TV[0, targets_T[0] - 1], logits_TV[1, 3], logits_TV[2, 5] = -math.inf, math.nan, math.inf
+    losses_T, z_losses_T, grad_TV = losses_and_gradient(logits_TV.clone(), targets_T, True, Z_LOSS)
+    assert grad_TV is not None
+    usual = wanted(logits_TV[[0, 3, 4]], targets_T[[0, 3, 4]], Z_LOSS)
+    for one, other in zip((losses_T, z_losses_T, grad_TV), usual, strict=True):
+        assert torch.allclose(one[[0, 3, 4]].double(), other, rtol=1e-5, atol=1e-6)
+        assert one[[1, 2]].isnan().all()
+    assert grad_TV[0, targets_T[0] - 1] == 0
+
+
+PLANTED = {
+    "the largest logit is not taken off": ("exponential(wide(logits[i]) - largest)", "exponential(wide(logits[i]))"),
+    "only the first block is summed": ("total += sum;", "total += begin ? 0 : sum;"),
+    "targets that do not count do": ("targets[row] != ignored", "targets[row] != ignored - 1"),
+    "the z-loss has half its slope": ("1 + 2 * z_loss", "1 + z_loss"),
+    "one is not taken off the target's": ("* factor - 1 : 0", "* factor : 0"),
+    "exponentials are coarse": ("{1.0f / 120, 1.0f / 24, ", "{1.0f / 24, "),
+    "gradients are written without being asked for": ("if (!writes) continue;", ""),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = PLANTED[fault]
+    source = row_passes.SOURCE.read_text()
+    assert before in source
+    broken = tmp_path / "rows.cpp"
+    # targets that are ignored have a place, lest the fault read outside of the logits
+    broken.write_text(source.replace(before, after).replace("[targets[row]]", "[std::max(int64_t(0), targets[row])]"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    library = loaded(built(broken, row_passes.OPTIONS))
+    monkeypatch.setattr(row_passes, "library", lambda: library)
+    with pytest.raises(AssertionError):
+        check((40, 1030), torch.float32)
