@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.console import open_console, say
+from modeling.kernels.built import compiler_here
 
 GIB = 2**30
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
@@ -192,6 +193,11 @@ def _processor() -> Iterator[Finding]:
         yield Finding("cpu bf16", f"units: {' and '.join(units)}")
     else:
         yield Finding("cpu bf16", "no units", "lacks", "on the CPU, train.precision=fp32 is faster")
+    compiler = compiler_here()
+    if compiler is None:
+        yield Finding("C++ compiler", "none", "lacks", "on the CPU, steps take longer; install g++, or set CXX")
+    else:
+        yield Finding("C++ compiler", compiler)
 
 
 def _proc_field(path: str, name: str) -> str:

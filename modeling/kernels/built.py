@@ -37,7 +37,7 @@ def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
 
 def compile_to(path: Path, options: Sequence[str]) -> None:
     """Compiles a shared library and moves it to ``path`` as a whole. Raises NotBuilt where that fails."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    compiler = compiler_here()
     if compiler is None:
         raise NotBuilt("no C++ compiler is installed (g++, c++, clang++, or CXX)")
     with tempfile.TemporaryDirectory() as folder:
@@ -50,6 +50,11 @@ def compile_to(path: Path, options: Sequence[str]) -> None:
         if done.returncode != 0:
             raise NotBuilt(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
         shutil.move(out, path)
+
+
+def compiler_here() -> str | None:
+    """The C++ compiler of this machine: what CXX says, else the first that is installed; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
 def loaded(path: Path) -> ctypes.CDLL:

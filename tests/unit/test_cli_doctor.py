@@ -65,6 +65,15 @@ def test_the_exit_code_says_whether_training_can_work(capsys, monkeypatch, verdi
     assert "[x]" in capsys.readouterr().out
 
 
+def test_whether_kernels_can_be_compiled(monkeypatch):
+    monkeypatch.setenv("CXX", "/opt/bin/g++")
+    assert Finding("C++ compiler", "/opt/bin/g++") in doctor._processor()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/none")
+    (missing,) = (finding for finding in doctor._processor() if finding.topic == "C++ compiler")
+    assert (missing.found, missing.verdict) == ("none", "lacks") and "install g++" in missing.remedy
+
+
 def test_the_machine_itself_is_read():
     findings = [
         doctor._python(),
