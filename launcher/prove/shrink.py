@@ -13,6 +13,7 @@ from modeling.config import NO_FAMILY, ModelConfig
 from modeling.expert_layers import from_first_listed, told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
+from modeling.kernels.expert_tiles import UNIT, suits
 from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling
@@ -84,7 +85,7 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
     few = few_layers(config.model)
     parallel = replace(parallel, pipeline=shrink_pipeline(parallel, few))
     n_layers = sum(parallel.pipeline.layers or (min(config.model.n_layers, max(few, _n_stages(parallel))),))
-    model = shrink_model(config.model, degrees, n_layers, parallel.ep_chunks)
+    model = shrink_model(config.model, degrees, n_layers, parallel.ep_chunks, expert_width(config))
     seq_len = least_seq_len(degrees)
     micro_batch_size = min(2, config.train.micro_batch_size)
     n_micro_batches = 3 if degrees.pp == 1 else 2 * degrees.pp  # what every schedule takes
@@ -112,6 +113,14 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
         init_from=None,  # its weights are of another size
     )
     return small if small.train.activation_gib is None else shrink_budget(small, world_size)
+
+
+def expert_width(config: RunConfig) -> int:
+    """The width of a small model's experts: one that modeling.kernels.expert_tiles is for, if the run's is."""
+    moe = config.model.moe
+    if moe is None or config.train.precision != "bf16" or not suits(config.model.d_model, moe.d_ff):
+        return D_FF_EXPERT
+    return UNIT
 
 
 def shrink_lengths(model: ModelConfig, config: RunConfig, seq_len: int) -> ModelConfig:
@@ -179,7 +188,9 @@ def shrink_expert_layers(model: ModelConfig, n_layers: int) -> dict[str, Any]:
     return fields
 
 
-def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks: int = 1) -> ModelConfig:
+def shrink_model(
+    model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks: int = 1, expert_d_ff: int = D_FF_EXPERT
+) -> ModelConfig:
     """The same kind of decoder with ``n_layers`` layers and small dims that the axes divide.
 
     What depends on the sequence's length, as the sliding window, is left to ``shrink_lengths``.
@@ -195,7 +206,7 @@ def shrink_model(model: ModelConfig, degrees: Degrees, n_layers: int, ep_chunks:
         sections["linear_attention"] = replace(shrink_section(linear), n_v_heads=n_v_heads, n_k_heads=n_k_heads)
     if model.moe is not None:
         sections["moe"] = replace(
-            shrink_experts(model.moe, degrees, ep_chunks), **shrink_expert_layers(model, n_layers)
+            shrink_experts(model.moe, degrees, ep_chunks, expert_d_ff), **shrink_expert_layers(model, n_layers)
         )
     small = replace(
         shrink_section(model),
@@ -298,7 +309,7 @@ def shrink_heads(n_heads: int, n_kv_heads: int, unit: int) -> tuple[int, int]:
     return n_kv_heads * small, n_kv_heads
 
 
-def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEConfig:
+def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1, expert_d_ff: int = D_FF_EXPERT) -> MoEConfig:
     """Few and narrow experts, some for each chunk of ep; the router is kept, and the balancing rule made stronger."""
     small: MoEConfig = shrink_section(moe)
     least, step = max(4, 2 * small.top_k), degrees.ep
@@ -311,7 +322,7 @@ def shrink_experts(moe: MoEConfig, degrees: Degrees, ep_chunks: int = 1) -> MoEC
         few = own
     return replace(
         few,
-        d_ff=_up_to(D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
+        d_ff=_up_to(expert_d_ff, WIDTH_UNIT * degrees.tp),
         shared_d_ff=None if moe.shared_d_ff is None else _up_to(2 * D_FF_EXPERT, WIDTH_UNIT * degrees.tp),
         balance=shrink_section(moe.balance),
     )

@@ -24,6 +24,7 @@ from launcher.prove.shrink import (
 )
 from modeling.config import FAMILIES, ModelConfig
 from modeling.families.family import family_of
+from modeling.kernels import expert_tiles
 from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.mtp_config import MTPConfig
@@ -228,6 +229,23 @@ def test_queries_grow_within_a_small_sequence_where_they_do(growth, wanted):
     small = shrink_scaling(YarnScaling(original_seq_len=4096, query_growth=growth), SEQ_LEN, 8)
     assert isinstance(small, YarnScaling)
     assert (small.original_seq_len, small.query_growth > 0.05) == (wanted, growth > 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["train.precision=bf16"], 32),
+        (["train.precision=fp32"], 24),
+        (["train.precision=bf16", "model.moe.d_ff=264"], 24),
+        (["train.precision=bf16", "model.moe.d_ff=4096"], 24),
+    ],
+)
+def test_experts_stay_wide_enough_for_the_kernel_that_the_run_takes(overrides, wanted):
+    config = load_config("configs/quickstart.yaml", overrides)
+    small = shrink(config, default_ranks(config)).model
+    assert small.moe is not None and config.model.moe is not None and small.moe.d_ff == wanted
+    taken = [expert_tiles.suits(each.d_model, each.moe.d_ff) for each in (config.model, small) if each.moe is not None]
+    assert config.train.precision == "fp32" or taken == [wanted == 32] * 2
 
 
 def test_the_quickstart_shrinks():
