@@ -174,6 +174,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     given = [*{id(each): each for each in leaves}.values()]  # each is moved once, however often it is named
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+    if not given and not made:  # a question to the build of torch, as whether the processor has some units
+        return None
     n_bytes = sum(each.nbytes for each in (*given, *made))
     if namespace == CHAINS and name == ACCUMULATES:
         total, gradient, adds = args

@@ -74,8 +74,14 @@ def is_ours(path: Path) -> bool:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Within it, no other process that names the same file is within it. The file stays."""
+    """Within it, no other process that names the same file is within it.
+
+    The file is removed at the end. Whoever waits for it by then looks first whether there is still something to do.
+    """
     is_ours(path)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

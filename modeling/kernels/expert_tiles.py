@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from modeling.kernels.built import NotBuilt, built, loaded
 from modeling.kernels.direct import is_plain
@@ -27,6 +28,7 @@ SOURCE = Path(__file__).with_name("expert_tiles.cpp")
 HEADER = SOURCE.with_name("tiles.h")
 VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 OPTIONS = ("-O3", "-w", "-std=c++17", *VECTORS, "-mamx-tile", "-mamx-bf16")
+NAME = "expert_tiles"  # of these products in a profile
 UNIT = 32  # what d_model and d_ff must be multiples of
 WIDEST_EXPERT = 2**20  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and oneDNN is as fast
 
@@ -153,7 +155,9 @@ def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> N
     def compute(experts: Sequence[int]) -> int:
         return run(ctypes.byref(layer), (ctypes.c_int64 * len(experts))(*experts), ctypes.c_int64(len(experts)))
 
-    if any(each_part(compute, shares)):
+    with record_function(f"roundtable::{NAME}"):
+        failed = any(each_part(compute, shares))
+    if failed:
         raise MemoryError("there is no memory for the rows of one expert")
 
 

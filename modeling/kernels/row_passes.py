@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from modeling.kernels.built import NotBuilt, built, loaded
 from modeling.kernels.direct import is_plain
@@ -65,7 +66,8 @@ def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) 
         given = (at(rows_ND, first), at(weight_D, 0), at(out_ND, first), at(scales_N1, first))
         run(*given, Number(n), Number(width), Real(norm_eps), int(adds_one))
 
-    each_part(compute, row_parts(n_rows, width, 1))
+    with record_function("roundtable::norm"):
+        each_part(compute, row_parts(n_rows, width, 1))
     return out_ND, scales_N1
 
 
@@ -87,7 +89,8 @@ def norm_gradients(
         given = (at(grads_ND, first), at(rows_ND, first), at(factor_D, 0), at(scales_N1, first))
         run(*given, at(by_rows_ND, first), at(sums_XD, first // BLOCK), Number(n), Number(width))
 
-    each_part(compute, row_parts(n_rows, width, BLOCK))
+    with record_function("roundtable::norm_backward"):
+        each_part(compute, row_parts(n_rows, width, BLOCK))
     return by_rows_ND, None if sums_XD is None else sums_XD.sum(0)
 
 
@@ -110,7 +113,8 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> T
         sizes = [Number(size) for size in (n, n_heads, width, n_pairs, n_tables)]
         run(at(heads_NHC, first), *tables, at(out_NHC, first), *sizes, Real(sign))
 
-    each_part(compute, row_parts(batch * seq_len, n_heads * width, seq_len if repeats else 1))
+    with record_function("roundtable::rotate"):
+        each_part(compute, row_parts(batch * seq_len, n_heads * width, seq_len if repeats else 1))
     return out_BSHC
 
 
@@ -131,7 +135,8 @@ def cross_entropies(
         given = [at(each, first) for each in (logits_TV, targets_T, losses_T, logs_T)]
         run(*given, Number(n), Number(width), Number(ignored), Real(z_loss), int(writes))
 
-    each_part(compute, row_parts(n_rows, width, 1))
+    with record_function("roundtable::cross_entropies"):
+        each_part(compute, row_parts(n_rows, width, 1))
     return losses_T, logs_T
 
 

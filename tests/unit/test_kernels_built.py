@@ -51,7 +51,7 @@ def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_file_of_somebody_else_is_refused(source: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = built(source, ["-DNUMBER=3"])
     if suffix == ".lock":
-        path.unlink()
+        path.rename(path.with_suffix(".lock"))
     owner = os.getuid()
     monkeypatch.setattr("os.getuid", lambda: owner + 1)
     path.with_suffix(suffix).rename(
@@ -71,3 +71,10 @@ def test_of_several_processes_one_compiles(source: Path) -> None:
     settings = {**os.environ, "CXX": str(compiler), "TMPDIR": str(source.parent)}
     running = [subprocess.Popen([sys.executable, "-c", code], env=settings) for _ in range(3)]
     assert [each.wait(60) for each in running] == [0, 0, 0] and log.read_text() == "once\n"
+    assert not [*source.parent.glob("*.lock")]
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(source.parent / "none"))
+    with pytest.raises(NotBuilt, match=r"^the folder for temporary files cannot be used \(.*\); set TMPDIR$"):
+        built(source, ["-DNUMBER=3"])
