@@ -3,6 +3,7 @@
 Tolerance: weights to 2e-6 absolute (fp32, numbers from 0 to 1). Both compute scores and a softmax in another order, so
 only rounding is seen: at most 3.0e-7 over the 21 families (2026-11-23). Sinks are no column of ours, and transformers
 drops theirs. Its hidden states are the residual stream before the final norm, but for the last one, which has it.
+Layers of linear attention have no weights, neither in its classes nor in Roundtable; their residuals are compared.
 """
 
 import tempfile
@@ -16,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from launcher.commands.export import write_export
 from launcher.inspection.attention import layer_weights
 from launcher.inspection.lens import lens_logits
-from launcher.inspection.seen import see
+from launcher.inspection.seen import attention_of, see
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder
-from small_models import build, example_config, expressible, tensors_of
+from small_models import build, example_config, expressible, softmax_layers, tensors_of
 from warnings_seen import no_warnings
 
 TOLERANCE = 2e-6
@@ -59,14 +60,13 @@ def test_weights_and_residuals_are_theirs(family: FamilyName) -> None:
     model = build(config, 3).eval()
     tokens_BS = torch.randint(config.vocab_size, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     context = Context(torch.arange(SEQ_LEN)[None], torch.zeros_like(tokens_BS))
-    seen = see(model, tokens_BS, context, range(config.n_layers))
+    layers = softmax_layers(config)
+    seen = see(model, tokens_BS, context, layers)
     theirs = exported(model, config)
     with torch.no_grad():
         wanted = theirs(tokens_BS, output_attentions=True, output_hidden_states=True)
-    assert len(wanted.attentions) == config.n_layers
-    for layer, weights_BHSS in enumerate(wanted.attentions):
-        attention = model.layer_of(str(layer)).attention
-        found = layer_weights(attention, seen.called[layer], context, tuple(range(config.n_heads)))
+    for layer, weights_BHSS in zip(layers, wanted.attentions, strict=True):
+        found = layer_weights(attention_of(model, layer), seen.called[layer], context, tuple(range(config.n_heads)))
         assert found.is_right
         assert weights_BHSS.std() > 0.05  # else anything would be near it
         weights_HSS = found.weights_HSS
@@ -86,5 +86,5 @@ def test_planted_heads_in_another_order_are_seen() -> None:
     seen = see(model, tokens_BS, context, (0,))
     with torch.no_grad():
         wanted = exported(model, config)(tokens_BS, output_attentions=True).attentions[0][0]
-    found = layer_weights(model.layer_of("0").attention, seen.called[0], context, (1, 0, 2, 3))
+    found = layer_weights(attention_of(model, 0), seen.called[0], context, (1, 0, 2, 3))
     assert (found.weights_HSS - wanted).abs().max() > 0.01

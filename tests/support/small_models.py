@@ -336,6 +336,11 @@ def example_config(family: FamilyName, **changes: Any) -> ModelConfig:
     return with_told_together(replace(config, **changes))
 
 
+def softmax_layers(config: ModelConfig) -> list[int]:
+    """The layers whose attention is not linear, in which tokens have weights for each other."""
+    return [layer for layer in range(config.n_layers) if not config.is_linear_layer(layer)]
+
+
 def build(config: ModelConfig, seed: int) -> Decoder:
     """Roundtable's model in fp32; weights that start at ones or zeros are shifted, so that leaving one out shows."""
     with torch.device("meta"):

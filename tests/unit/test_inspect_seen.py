@@ -20,7 +20,16 @@ from launcher.inspection.seen import Seen, attention_of, see
 from modeling.config import FAMILIES, FamilyName, MLAConfig, ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
-from small_models import MOE_FAMILIES, Rows, build, example_config, expressible, packed_rows, tensors_of
+from small_models import (
+    MOE_FAMILIES,
+    Rows,
+    build,
+    example_config,
+    expressible,
+    packed_rows,
+    softmax_layers,
+    tensors_of,
+)
 
 LENGTHS = [[7, 1, 12]]  # documents of one row
 BLOCKS: dict[str, dict[str, Any]] = {  # kinds of attention that no family's example has alone
@@ -49,18 +58,14 @@ def passed(config: ModelConfig, seed: int = 0, dtype: str = "fp32") -> tuple[Dec
     for name, buffer in model.named_buffers():  # routers' biases stay fp32, as `load_decoder` has them
         buffer.data = biases[name]
     rows = packed_rows(config.vocab_size, seed, LENGTHS)
-    return model, rows, see(model, rows.tokens_BS, rows.context(), mapped(config))
-
-
-def mapped(config: ModelConfig) -> list[int]:
-    """The layers whose attention has weights."""
-    return [layer for layer in range(config.n_layers) if not config.is_linear_layer(layer)]
+    return model, rows, see(model, rows.tokens_BS, rows.context(), softmax_layers(config))
 
 
 def all_weights(config: ModelConfig, model: Decoder, seen: Seen) -> list[LayerWeights]:
     heads = tuple(range(config.n_heads))
     return [
-        layer_weights(attention_of(model, layer), seen.called[layer], seen.context, heads) for layer in mapped(config)
+        layer_weights(attention_of(model, layer), seen.called[layer], seen.context, heads)
+        for layer in softmax_layers(config)
     ]
 
 
