@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import modeling.moe
-from kernel_references import attend_reference, experts_reference
+from kernel_references import attend_reference, experts_reference, mix_reference
+from modeling.attention import Attention
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.counts import count_parameters, flops_per_token, forward_flops_per_token
 from modeling.decoder import Decoder, DecoderLayer, build_decoder
@@ -46,7 +47,7 @@ def counted_flops(model: Decoder, config: ModelConfig, *, training: bool) -> flo
     """FLOPs of each token, by torch's counter, of one sequence of 12 tokens through the reference kernels."""
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
-        layer.attention.core = attend_reference
+        layer.attention.core = attend_reference if isinstance(layer.attention, Attention) else mix_reference
         if isinstance(layer.feed_forward, MoE):
             layer.feed_forward.sender.dispatch = staying(lambda *given, counts_E: experts_reference(*given))
     rows = packed_rows(config.vocab_size, 0, [[12]])

@@ -1,9 +1,10 @@
-"""Attention and experts by their formulas, as references for the kernels of modeling/kernels/.
+"""Attention, linear attention and experts by their formulas, as references for the kernels of modeling/kernels/.
 
 Shape letters: B batch, S keys, Q queries, H heads, G key-value heads, C d_head; T tokens, K top_k, E experts,
-D d_model, F d_ff, R the rows of one expert.
+D d_model, F d_ff, R the rows of one expert; of linear attention, H value heads, G key heads, W channels of a value.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 
 from modeling.context import Context
 from modeling.kernels import varlen
+from modeling.kernels.short_convolution import short_convolution
 from modeling.kernels.varlen import PiecesKernel
+from modeling.linear_attention import HeadWeights, Projected, fading_and_writing
 from modeling.score_terms import NO_TERMS, ScoreTerms
 
 
@@ -52,6 +55,37 @@ def attend_reference(
         weights_BHQS = weights_BHQS * terms.dropout.factors(places_S, 0, len(places_S))
     out_BQHC = torch.einsum("bhqs,bshc->bqhc", weights_BHQS, v_BSHC.float())
     return out_BQHC.to(q_BSHC.dtype)
+
+
+def gated_delta_reference(
+    q_BSGC: Tensor, k_BSGC: Tensor, v_BSHW: Tensor, fading_BSH: Tensor, writing_BSH: Tensor, positions_BS: Tensor
+) -> Tensor:
+    """The gated delta rule's output (B, S, H, W) in fp64, token by token (arXiv:2412.06464, equation 10).
+
+    Each token multiplies its head's matrix three times: it reads under its key, writes, and reads under its query.
+    """
+    q, k, v, fading, writing = (each.double() for each in (q_BSGC, k_BSGC, v_BSHW, fading_BSH, writing_BSH))
+    q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for each in (q, k))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    # its gradient is computed too, so that in both passes the first token costs as much as any other
+    state_BHCW = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3], requires_grad=True)
+    outs = []
+    for t in range(q.shape[1]):
+        state_BHCW = state_BHCW * (positions_BS[:, t] > 0)[:, None, None, None]  # a document begins with zeros
+        state_BHCW = state_BHCW * fading[:, t].exp()[..., None, None]
+        found_BH1W = k[:, t, :, None] @ state_BHCW
+        change_BH1W = writing[:, t, :, None, None] * (v[:, t, :, None] - found_BH1W)
+        state_BHCW = state_BHCW + k[:, t, :, :, None] @ change_BH1W
+        outs.append(q[:, t, :, None] @ state_BHCW / math.sqrt(q.shape[3]))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def mix_reference(projected: Projected, weights: HeadWeights, context: Context, _fuse: object = None) -> Tensor:
+    """Linear attention's output (B, S, H, W), with the rule token by token."""
+    pairs = zip(projected[:3], weights[:3], strict=True)
+    heads = [short_convolution(x.flatten(2), context.positions_BS, taps_XK).view(x.shape) for x, taps_XK in pairs]
+    numbers = fading_and_writing(projected.a_BSH, projected.b_BSH, weights.log_rates_H, weights.step_biases_H)
+    return gated_delta_reference(*heads, *numbers, context.positions_BS).to(projected.v_BSHW.dtype)
 
 
 def like_flash() -> PiecesKernel:

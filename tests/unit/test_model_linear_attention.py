@@ -5,7 +5,6 @@ largest element at most, where most differ by 1e-6.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from kernel_references import gated_delta_reference
 from launcher.config.tree import RunConfig, TrainConfig
 from launcher.trace.ops import work_of
 from launcher.trace.parts import Axes
@@ -70,24 +70,6 @@ def drawn(seed: int, batch: int, seq_len: int) -> list[Tensor]:
     return [q, k, v, fading, torch.rand(batch, seq_len, 4, generator=generator)]
 
 
-def token_by_token(q: Tensor, k: Tensor, v: Tensor, fading: Tensor, writing: Tensor, positions_BS: Tensor) -> Tensor:
-    """The rule as its paper writes it (arXiv:2412.06464, equation 10), in fp64."""
-    q, k, v, fading, writing = (each.double() for each in (q, k, v, fading, writing))
-    shared = v.shape[2] // k.shape[2]
-    q, k = (each.repeat_interleave(shared, dim=2) for each in (q, k))
-    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    outs = []
-    for t in range(q.shape[1]):
-        state = state * (positions_BS[:, t] > 0)[:, None, None, None]  # a document begins with zeros
-        state = state * fading[:, t].exp()[..., None, None]
-        found = torch.einsum("bhcw,bhc->bhw", state, k[:, t])
-        change = writing[:, t][..., None] * (v[:, t] - found)
-        state = state + torch.einsum("bhc,bhw->bhcw", k[:, t], change)
-        outs.append(torch.einsum("bhcw,bhc->bhw", state, q[:, t]) / math.sqrt(q.shape[3]))
-    return torch.stack(outs, dim=1)
-
-
 def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     error = (found.double() - expected).abs().max()
     assert error <= tolerance * expected.abs().max().clamp(min=1e-3), float(error)
@@ -95,12 +77,12 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
 
 @pytest.mark.parametrize("piece_bytes", [1, 2000, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
-def test_chunks_are_the_rule_token_by_token(chunk: int, piece_bytes: int) -> None:
+def test_chunks_are_the_rule_gated_delta_reference(chunk: int, piece_bytes: int) -> None:
     """Of packed documents, some of which end within a chunk or cross several; and every gradient."""
     positions_BS, documents_BS = places(LENGTHS)
     given_tensors = [each.requires_grad_() for each in drawn(1, *positions_BS.shape)]
     out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(chunk, piece_bytes))
-    expected = token_by_token(*given_tensors, positions_BS)
+    expected = gated_delta_reference(*given_tensors, positions_BS)
     assert_near(out, expected)
     along = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     found = torch.autograd.grad(out, given_tensors, along)
@@ -125,7 +107,7 @@ def test_any_documents_in_any_chunks(lengths: list[int], chunk: int, seed: int, 
     given_tensors = (q, k, v, steep * fading, writing)
     out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(chunk))
     last_place = 2**-23 * steep * 3 * min(chunk, sum(lengths))
-    assert_near(out, token_by_token(*given_tensors, positions_BS), TOLERANCE + last_place)
+    assert_near(out, gated_delta_reference(*given_tensors, positions_BS), TOLERANCE + last_place)
 
 
 def test_a_matrix_is_carried_on() -> None:
@@ -185,7 +167,7 @@ def test_vectors_without_length_have_gradients() -> None:
         each[:, ::5] = 0
     given_tensors = [each.requires_grad_() for each in (q, k, v, fading, writing)]
     out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(8))
-    expected = token_by_token(*given_tensors, positions_BS)
+    expected = gated_delta_reference(*given_tensors, positions_BS)
     found, wanted = (torch.autograd.grad(each.square().sum(), given_tensors) for each in (out, expected))
     for mine, theirs in zip(found, wanted, strict=True):
         assert_near(mine, theirs.double())
@@ -197,7 +179,7 @@ def test_gradients_of_steep_fading_are_finite_and_right() -> None:
     q, k, v, fading, writing = drawn(6, *positions_BS.shape)
     given_tensors = [each.requires_grad_() for each in (q, k, v, 200 * fading, writing)]
     out = gated_delta(*given_tensors, Context(positions_BS, documents_BS), RuleSizes(16))
-    expected = token_by_token(*given_tensors, positions_BS)
+    expected = gated_delta_reference(*given_tensors, positions_BS)
     found, wanted = (torch.autograd.grad(each.square().sum(), given_tensors) for each in (out, expected))
     for mine, theirs in zip(found, wanted, strict=True):
         assert_near(mine, theirs.double(), TOLERANCE + 2**-23 * 200 * 3 * 16)
@@ -307,7 +289,7 @@ def test_in_bf16_it_is_rounded_as_its_class_is() -> None:
     halves = [each.bfloat16() for each in tensors[:3]]
     out = gated_delta(*halves, *tensors[3:], Context(positions_BS, documents_BS))
     assert out.dtype == torch.bfloat16
-    exact = token_by_token(*halves, *tensors[3:], positions_BS)
+    exact = gated_delta_reference(*halves, *tensors[3:], positions_BS)
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
     inputs = halves[0].flatten(2)
     taps_XK = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
