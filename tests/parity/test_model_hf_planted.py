@@ -163,6 +163,17 @@ def test_planted_shifted_labels(family: FamilyName, monkeypatch: pytest.MonkeyPa
         check_gradients(model, theirs, config, rows, next_tokens(rows))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planted_a_gradient_off_by_a_twenty_thousandth(family: FamilyName) -> None:
+    """Rounding is measured where a gradient's error exceeds the tolerance; this error is larger in every family."""
+    config, model, theirs, rows = whole_example(family)
+    attention = model.layer_of("0").attention
+    name, weight = next((name, weight) for name, weight in attention.named_parameters() if weight.ndim == 2)
+    weight.register_hook(lambda grad: grad * (1 + 5e-5))
+    with pytest.raises(AssertionError, match=rf"^layers\.0\.attention\.{name}: error "):
+        check_gradients(model, theirs, config, rows, next_tokens(rows))
+
+
 def test_planted_wrong_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that transformers does not find, or does not expect, fails the loading."""
     config = example_config("qwen3_moe")

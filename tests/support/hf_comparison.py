@@ -4,8 +4,8 @@ Tolerances: logits to 2e-5 absolute (fp32, logits of deviation about 1), gradien
 the same operations in another order, so they differ by fp32 rounding only: over 240 random models by at most 1.4e-6 in
 logits and 3.3e-6 in gradients (QK norm's; all others 1.1e-6). Where a gradient nearly cancels (in OLMo 2 those of
 queries and keys can be a ten-thousandth of the whole, 4.7e-4 of 5; in Gemma 3 those of norms), its rounding shows.
-There Roundtable's gradient may be twice as far from transformers' as that is from itself with another attention kernel,
-and at most 1e-4 of its norm.
+There Roundtable's gradient may be twice as far from transformers' as that is from itself, by another kernel or with
+weights moved to neighbouring numbers, and at most 1e-4 of its norm.
 """
 
 import copy
@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from launcher.commands.export import write_export
 from launcher.config.rules import Precision
+from launcher.prove.rounding import DRAWS, nudge
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder
 from modeling.dtypes import DTYPES
@@ -263,7 +264,7 @@ def check_gradients(
         elif error > GRADIENT_TOLERANCE * norm:
             apart[name] = error
     if apart:
-        rounding = their_rounding(theirs, config, rows, targets_BS, references)
+        rounding = their_rounding(theirs, config, rows, targets_BS, references, routes)
         for name, error in apart.items():
             told = f"{name}: error {error:.1e}, norm {references[name].norm():.1e}, their rounding {rounding[name]:.1e}"
             norm = references[name].norm()
@@ -274,48 +275,76 @@ def check_gradients(
 
 
 def their_rounding(
-    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor, references: dict[str, Tensor]
+    theirs: PreTrainedModel,
+    config: ModelConfig,
+    rows: Rows,
+    targets_BS: Tensor,
+    references: dict[str, Tensor],
+    routes: Routes,
 ) -> dict[str, Tensor]:
-    """The rounding error of each of transformers' gradients: the largest of several distances.
+    """The rounding error of each of transformers' gradients: the largest distance to any of ``their_draws``.
 
-    One is the distance from fp64 (except where the class itself computes in fp32). The others are the changes when
-    attention or experts are computed by their plain formula, or linear attention in other chunks. Several are needed,
-    since each is one draw of the rounding error, which may be small by chance.
+    A draw in which a router chooses other experts than in ``routes`` is left out.
     """
-    theirs.zero_grad()
+    found = {name: torch.zeros(()) for name in references}
+    for gradients, drawn in their_draws(theirs, config, rows, targets_BS):
+        if same_choices(drawn, routes):
+            distances = {name: (gradients[name] - reference).norm() for name, reference in references.items()}
+            found = {name: max(found[name], distance) for name, distance in distances.items()}
+    return found
+
+
+def their_draws(
+    theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
+) -> Iterator[tuple[dict[str, Tensor], Routes]]:
+    """transformers' gradients and choices, computed again in other ways, which differ from the first by rounding.
+
+    They are computed in fp64 (except where the class itself computes in fp32), with attention or experts by their plain
+    formula, and with linear attention in other chunks. Several are needed, since each is one draw of the rounding
+    error, which may be small by chance. These alone are nearly one draw for gradients of queries and keys, since the
+    plain formula of attention rounds them less than its kernel and is as good as exact beside it. So the weights are
+    also moved to neighbouring numbers, up or down at random, which lets the same kernels round anew.
+    """
     exact = copy.deepcopy(theirs).double()
     exact.set_attn_implementation("eager")
     exact.set_experts_implementation("eager")
-    again, _ = their_gradients(exact, config, rows, targets_BS)
-    found = {name: (again[name] - reference).norm() for name, reference in references.items()}
-    draws = []
+    yield their_gradients_again(exact, config, rows, targets_BS)
     if theirs.config._attn_implementation != "eager":  # which has no other
         theirs.set_attn_implementation("eager")
-        draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+        yield their_gradients_again(theirs, config, rows, targets_BS)
         theirs.set_attn_implementation("sdpa")
     usual = theirs.config._experts_implementation
     if config.has_experts and usual != "eager":
         theirs.set_experts_implementation("eager")
-        draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+        yield their_gradients_again(theirs, config, rows, targets_BS)
         theirs.set_experts_implementation(usual)
     if config.linear_attention is not None:
         modeling = sys.modules[type(theirs).__module__]
         rule = modeling.torch_chunk_gated_delta_rule
         for size in OTHER_CHUNKS:
             modeling.torch_chunk_gated_delta_rule = partial(rule, chunk_size=size)
-            draws.append(their_gradients_again(theirs, config, rows, targets_BS))
+            yield their_gradients_again(theirs, config, rows, targets_BS)
         modeling.torch_chunk_gated_delta_rule = rule
-    for drawn in draws:
-        found = {name: max(found[name], (drawn[name] - reference).norm()) for name, reference in references.items()}
-    return found
+    for seed in range(DRAWS):
+        nudged = copy.deepcopy(theirs)
+        nudge(nudged, seed)
+        yield their_gradients_again(nudged, config, rows, targets_BS)
 
 
 def their_gradients_again(
     theirs: PreTrainedModel, config: ModelConfig, rows: Rows, targets_BS: Tensor
-) -> dict[str, Tensor]:
-    """transformers' gradients by logical name, after clearing those that the model has."""
+) -> tuple[dict[str, Tensor], Routes]:
+    """transformers' gradients by logical name and choices, after clearing the gradients that the model has."""
     theirs.zero_grad()
-    return their_gradients(theirs, config, rows, targets_BS)[0]
+    return their_gradients(theirs, config, rows, targets_BS)
+
+
+def same_choices(first: Routes, second: Routes) -> bool:
+    """Whether every router chose the same experts for each token."""
+    return all(
+        torch.equal(indices_TK.sort(-1).values, second.indices[layer].sort(-1).values)
+        for layer, indices_TK in first.indices.items()
+    )
 
 
 def is_normed_away(config: ModelConfig, name: str) -> bool:
