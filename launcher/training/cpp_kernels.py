@@ -6,6 +6,7 @@ import torch
 
 from launcher.config.tree import RunConfig
 from modeling.kernels import expert_tiles, row_passes
+from modeling.kernels.built import leave_out
 from modeling.kernels.narrow_attention import has_matrix_units
 
 
@@ -17,15 +18,26 @@ def in_tiles(config: RunConfig) -> bool:
     return train.precision == "bf16" and expert_tiles.suits(config.model.d_model, moe.d_ff)
 
 
-def tell_of_missing_kernels(config: RunConfig, device: torch.device, tell: Callable[[str], None]) -> None:
+def tell_of_missing_kernels(
+    config: RunConfig,
+    device: torch.device,
+    tell: Callable[[str], None],
+    share: Callable[[str | None], str | None] = lambda problem: problem,
+) -> None:
     """Compiles the kernels that a run on this CPU uses. Where that fails, calls ``tell`` with a line that says why.
 
-    The run then goes on with torch's operations.
+    The run then goes on with torch's operations. ``share`` turns this rank's problem into that of the first rank that
+    has one. Then no rank uses that kernel: what is the same on several ranks, such as hidden states under tp, must be
+    the same to the last bit, or two of them could choose other experts for a token. All ranks call it.
     """
     if device.type != "cpu":
         return
-    problem = row_passes.why_not()
-    if problem is None and in_tiles(config) and has_matrix_units():
-        problem = expert_tiles.why_not()
-    if problem is not None:
-        tell(f"kernels in C++ cannot be compiled, so steps take longer: {problem}; install g++")
+    kernels = (row_passes, expert_tiles) if in_tiles(config) else (row_passes,)
+    problems = {kernel.SOURCE: share(kernel.why_not()) for kernel in kernels}
+    for source, problem in problems.items():
+        if problem is not None:
+            leave_out(source, problem)
+    if not has_matrix_units():  # nothing is missing that this processor could use
+        problems.pop(expert_tiles.SOURCE, None)
+    for problem in dict.fromkeys(problem for problem in problems.values() if problem is not None):
+        tell(f"kernels in C++ are not used, so steps take longer: {problem}")

@@ -265,8 +265,8 @@ def build_engine(
     if fuse is None:
         say_so = tell if mesh.rank == 0 else lambda line: None
         tell_of_missing_package(config, mesh.device, say_so)
-        tell_of_missing_kernels(config, mesh.device, say_so)
         share = partial(first_problem, mesh)
+        tell_of_missing_kernels(config, mesh.device, say_so, share)
         fuse = usable_fuse(config.train.compile, mesh.device, say_so, sizes.row_piece_bytes, share)
     if copies is None and config.train.offload_activations:
         copies = copies_for(mesh.device)

@@ -5,15 +5,26 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+SECONDS = 300  # the most that a compiler may take: each source here takes it a few seconds
+
 
 class NotBuilt(Exception):
-    """A source cannot be compiled, or what was compiled cannot be used; the message is the reason, in one line."""
+    """A source cannot be compiled, or what was compiled cannot be used; the message says why and what to do."""
+
+
+LEFT_OUT: dict[Path, str] = {}  # source -> why this process does not use what is compiled of it
+
+
+def leave_out(source: Path, reason: str) -> None:
+    """From now on this process does not use what is compiled of ``source``, since some rank cannot."""
+    LEFT_OUT[source] = reason
 
 
 def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
@@ -39,16 +50,20 @@ def compile_to(path: Path, options: Sequence[str]) -> None:
     """Compiles a shared library and moves it to ``path`` as a whole. Raises NotBuilt where that fails."""
     compiler = compiler_here()
     if compiler is None:
-        raise NotBuilt("no C++ compiler is installed (g++, c++, clang++, or CXX)")
+        raise NotBuilt("there is no C++ compiler; install g++, or set CXX")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / path.name
         try:
             command = [compiler, "-shared", "-fPIC", *options, "-o", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         except OSError as error:
-            raise NotBuilt(f"{compiler} cannot be run ({error.strerror})") from None
+            raise NotBuilt(f"{compiler} cannot be run ({error.strerror}); install g++, or set CXX") from None
+        except subprocess.TimeoutExpired:
+            raise NotBuilt(f"{compiler} has not ended within {SECONDS} s; set CXX to another one") from None
         if done.returncode != 0:
-            raise NotBuilt(f"{compiler} cannot compile it: {' '.join(done.stderr.split())[-500:]}")
+            told = " ".join(done.stderr.split())[-500:]
+            raise NotBuilt(f"{compiler} cannot compile it ({told}); set CXX to another one")
+        out.chmod(0o700)  # whatever the umask is: this process runs what stands in it
         shutil.move(out, path)
 
 
@@ -62,14 +77,18 @@ def loaded(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotBuilt(str(error)) from None
+        raise NotBuilt(f"{error}; remove that file, or set TMPDIR to a disk from which programs can be run") from None
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file is there. Raises NotBuilt if it belongs to another user."""
-    if path.exists() and path.stat().st_uid != os.getuid():
-        raise NotBuilt(f"{path} belongs to somebody else; remove it, or set TMPDIR")
-    return path.exists()
+    """Whether the file is there. Raises NotBuilt if it belongs to another user, or is no plain file, such as a link."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        raise NotBuilt(f"{path} belongs to somebody else, or is a link; remove it, or set TMPDIR")
+    return True
 
 
 @contextmanager

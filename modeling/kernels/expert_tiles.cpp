@@ -164,9 +164,7 @@ void forward_of(const Layer& layer, int64_t expert, Room room, int64_t most_rows
       const int64_t rows = n - block * BLOCK;
       Bf16* inner_of = inner + block * BLOCK * F;
       for (int64_t f = 0; f < F; f += TILE_ROWS) {
-        zero_block();
-        multiply(hidden + block * BLOCK * D, gate_up + f / TILE_ROWS * D / BLOCK * STEP, D / BLOCK);
-        store_block(sums);
+        product(sums, hidden + block * BLOCK * D, gate_up + f / TILE_ROWS * D / BLOCK * STEP, D / BLOCK);
         if (kept >= 0) store_gate_up(sums, layer.gate_up_RI + (kept + done + block * BLOCK) * I + f, rows, F);
         for (int64_t row = 0; row < BLOCK; row++) {
           const float* at = sums + row / TILE_ROWS * 2 * SUMS + row % TILE_ROWS * TILE_ROWS;
@@ -177,9 +175,7 @@ void forward_of(const Layer& layer, int64_t expert, Room room, int64_t most_rows
       }
       Bf16* out = layer.out_RD + (start + done + block * BLOCK) * D;
       for (int64_t d = 0; d < D; d += BLOCK) {
-        zero_block();
-        multiply(inner_of, down + d * F, F / BLOCK);
-        store_block(sums);
+        product(sums, inner_of, down + d * F, F / BLOCK);
         store_rows(sums, out + d, rows, D);
       }
     }
@@ -240,15 +236,13 @@ inline void gates_backward(const float* sums, const Bf16* gate_up_NI, const floa
     }
 }
 
-// The gates and ups (N, I) of n rows, from their left panels and the panels of both matrices.
+// Gates and ups (N, I) of n rows, from their left panels and the panels of both matrices.
 void gates_and_ups(const Bf16* hidden, const Bf16* gate_up, Bf16* gate_up_NI, int64_t n, int64_t d_model,
                    int64_t d_ff) {
   alignas(64) float sums[BLOCK_SUMS];
   for (int64_t row = 0; row < n; row += BLOCK)
     for (int64_t f = 0; f < d_ff; f += TILE_ROWS) {
-      zero_block();
-      multiply(hidden + row * d_model, gate_up + f / TILE_ROWS * d_model / BLOCK * STEP, d_model / BLOCK);
-      store_block(sums);
+      product(sums, hidden + row * d_model, gate_up + f / TILE_ROWS * d_model / BLOCK * STEP, d_model / BLOCK);
       store_gate_up(sums, gate_up_NI + row * 2 * d_ff + f, n - row, d_ff);
     }
 }
@@ -326,9 +320,7 @@ void backward_of(const Layer& layer, int64_t expert, Room room, int64_t most_row
       Bf16* left = grad_gate_up + block * BLOCK * I;
       for (auto& dot : dots) dot = _mm512_setzero_ps();
       for (int64_t f = 0; f < F; f += BLOCK) {
-        zero_block();
-        multiply(grads + block * BLOCK * D, by_down + f * D, D / BLOCK);
-        store_block(sums);
+        product(sums, grads + block * BLOCK * D, by_down + f * D, D / BLOCK);
         Bf16* factor = factors + f * most_rows + block * STEP;
         const Made made{factor, factor + F * most_rows, factor + 2 * F * most_rows, left + f / BLOCK * STEP};
         gates_backward(sums, gate_up_NI + block * BLOCK * I + f, weights + block * BLOCK, rows, F, made, dots);
@@ -338,9 +330,7 @@ void backward_of(const Layer& layer, int64_t expert, Room room, int64_t most_row
         grad_weights[row] = (Bf16)_mm256_extract_epi16(narrow(_mm512_set1_ps(_mm512_reduce_add_ps(dots[row]))), 0);
       Bf16* out = layer.grad_RD + (start + done + block * BLOCK) * D;
       for (int64_t d = 0; d < D; d += BLOCK) {
-        zero_block();
-        multiply(left, by_gate_up + d * I, I / BLOCK);
-        store_block(sums);
+        product(sums, left, by_gate_up + d * I, I / BLOCK);
         store_rows(sums, out + d, rows, D);
       }
     }

@@ -10,7 +10,7 @@ Shape letters: T tokens, R rows (token-expert pairs), E experts, D d_model, F d_
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels.built import NotBuilt, built, loaded
+from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
 from modeling.kernels.direct import is_plain
 from modeling.kernels.narrow_attention import has_matrix_units
 from modeling.kernels.threads import each_part
@@ -100,24 +100,24 @@ def suits(d_model: int, d_ff: int) -> bool:
     return 3 * d_ff * d_model * 2 <= WIDEST_EXPERT and d_ff % UNIT == d_model % UNIT == 0
 
 
-@functools.cache
 def why_not() -> str | None:
-    """Why the passes in C++ cannot be used on this machine, in one line; None where they can. Compiles them."""
+    """Why the passes in C++ are not used, in one line; None where they are. Compiles them."""
+    return LEFT_OUT.get(SOURCE) or problem()
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why the passes in C++ cannot be used on this machine; None where they can."""
     if not has_matrix_units():
         return "the processor has no matrix units (AMX)"
     try:
-        return None if library().prepare() else "Linux does not let this process use matrix units"
+        return None if library().prepare() else "Linux does not let this process use matrix units; Linux 5.16 does"
     except NotBuilt as error:
         return str(error)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The passes in C++, loaded once."""
-    return load_passes()
-
-
-def load_passes() -> ctypes.CDLL:
     """The passes in C++, compiled if need be. Raises NotBuilt where they cannot be."""
     return loaded(built(SOURCE, OPTIONS, also=HEADER.read_bytes()))
 
@@ -145,20 +145,25 @@ def backward(given: Given, gates: Gates, gradients: Gradients) -> None:
 
 def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> None:
     """Runs a pass over all experts that have rows, with as many threads as torch uses. Raises MemoryError."""
-    sizes_E, kept_E = gates.sizes_E, gates.kept_E
-    places = {name: torch.tensor(numbers) for name, numbers in places_of(sizes_E, kept_E).items()}
-    given = {**tensors, **places, "gate_up_RI": gates.gate_up_RI}
-    _, d_ff, d_model = tensors["gate_EFD"].shape
-    layer = Layer(d_model, d_ff, **{name: tensor.data_ptr() for name, tensor in given.items()})
-    shares = shares_of(sizes_E, torch.get_num_threads())
+    n_experts, d_ff, d_model = tensors["gate_EFD"].shape
+    assert tensors["hidden_TD"].shape[1] == d_model and len(gates.sizes_E) == n_experts
+    places = {name: numbers(each) for name, each in places_of(gates.sizes_E, gates.kept_E).items()}
+    pointers = {name: each.data_ptr() for name, each in {**tensors, "gate_up_RI": gates.gate_up_RI}.items()}
+    layer = Layer(d_model, d_ff, **pointers, **{name: ctypes.addressof(each) for name, each in places.items()})
+    shares = shares_of(gates.sizes_E, torch.get_num_threads())
 
-    def compute(experts: Sequence[int]) -> int:
-        return run(ctypes.byref(layer), (ctypes.c_int64 * len(experts))(*experts), ctypes.c_int64(len(experts)))
+    def compute(experts: list[int]) -> int:
+        return run(ctypes.byref(layer), numbers(experts), ctypes.c_int64(len(experts)))
 
     with record_function(f"roundtable::{NAME}"):
         failed = any(each_part(compute, shares))
     if failed:
         raise MemoryError("there is no memory for the rows of one expert")
+
+
+def numbers(given: list[int]) -> "ctypes.Array[ctypes.c_int64]":
+    """The numbers as C++ takes them."""
+    return (ctypes.c_int64 * len(given))(*given)
 
 
 def places_of(sizes_E: list[int], kept_E: list[int]) -> dict[str, list[int]]:

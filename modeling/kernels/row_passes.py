@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels.built import NotBuilt, built, loaded
+from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
 from modeling.kernels.direct import is_plain
 from modeling.kernels.threads import each_part, row_parts
 
@@ -35,9 +35,14 @@ def fits(*tensors: Tensor) -> bool:
     return is_plain(tensors) and why_not() is None
 
 
-@functools.cache
 def why_not() -> str | None:
-    """Why the passes cannot be used on this machine, in one line; None where they can. Compiles them."""
+    """Why the passes are not used, in one line; None where they are. Compiles them."""
+    return LEFT_OUT.get(SOURCE) or problem()
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why the passes cannot be used on this machine; None where they can."""
     try:
         library()
     except NotBuilt as error:
@@ -57,8 +62,9 @@ def library() -> ctypes.CDLL:
 def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
     """The RMSNorm of each row (N, D) in the rows' dtype, and one over each row's root mean square (N, 1) in fp32."""
     rows_ND, (n_rows, width) = rows_ND.contiguous(), rows_ND.shape
-    out_ND = torch.empty((n_rows, width), dtype=rows_ND.dtype)
-    scales_N1, weight_D = torch.empty((n_rows, 1)), weight_D.float().contiguous()
+    weight_D = weight_D.float().contiguous()
+    assert weight_D.shape == (width,)
+    out_ND, scales_N1 = rows_ND.new_empty((n_rows, width)), rows_ND.new_empty((n_rows, 1), dtype=torch.float32)
     run = getattr(library(), f"norm_{NAMES[rows_ND.dtype]}")
 
     def compute(part: tuple[int, int]) -> None:
@@ -80,8 +86,9 @@ def norm_gradients(
     """
     grads_ND, rows_ND, factor_D = grads_ND.contiguous(), rows_ND.contiguous(), factor_D.contiguous()
     n_rows, width = rows_ND.shape
-    by_rows_ND = torch.empty((n_rows, width), dtype=rows_ND.dtype) if by_rows else None
-    sums_XD = torch.empty((-(-n_rows // BLOCK), width)) if by_weight else None
+    assert grads_ND.shape == rows_ND.shape and factor_D.shape == (width,) and len(scales_N1) == n_rows
+    by_rows_ND = rows_ND.new_empty((n_rows, width)) if by_rows else None
+    sums_XD = rows_ND.new_empty((-(-n_rows // BLOCK), width), dtype=torch.float32) if by_weight else None
     run = getattr(library(), f"norm_backward_{NAMES[rows_ND.dtype]}")
 
     def compute(part: tuple[int, int]) -> None:
@@ -99,10 +106,15 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> T
 
     The tables have the heads' dtype. Their batch may be 1.
     """
-    heads_BSHC, cos_BSR, sin_BSR = (each.contiguous() for each in (heads_BSHC, cos_BSR, sin_BSR))
     batch, seq_len, n_heads, width = heads_BSHC.shape
-    out_BSHC, n_pairs = torch.empty(heads_BSHC.shape, dtype=heads_BSHC.dtype), cos_BSR.shape[-1]
-    repeats, n_tables = len(cos_BSR) < batch, len(cos_BSR) * seq_len
+    repeats, n_pairs = len(cos_BSR) == len(sin_BSR) == 1, cos_BSR.shape[-1]
+    assert 2 * n_pairs <= width
+    shape = (1 if repeats else batch, seq_len, n_pairs)
+    heads_BSHC, cos_BSR, sin_BSR = (
+        heads_BSHC.contiguous(),
+        *(each.expand(shape).contiguous() for each in (cos_BSR, sin_BSR)),
+    )
+    out_BSHC, n_tables = heads_BSHC.new_empty(heads_BSHC.shape), len(cos_BSR) * seq_len
     run = getattr(library(), f"rotate_{NAMES[heads_BSHC.dtype]}")
     heads_NHC, out_NHC = heads_BSHC.view(-1, n_heads, width), out_BSHC.view(-1, n_heads, width)
     cos_NR, sin_NR = cos_BSR.view(-1, n_pairs), sin_BSR.view(-1, n_pairs)
@@ -124,10 +136,14 @@ def cross_entropies(
     """Each target's cross-entropy and logsumexp (T,), in fp32; 0 where it is ``ignored``. Logits are contiguous.
 
     With ``writes`` they are overwritten by the gradient of cross-entropies and ``z_loss`` times the squares of
-    logsumexps.
+    logsumexps. Raises IndexError where a target is neither ``ignored`` nor within the vocabulary.
     """
     targets_T, (n_rows, width) = targets_T.contiguous(), logits_TV.shape
-    losses_T, logs_T = torch.empty(n_rows), torch.empty(n_rows)
+    assert targets_T.shape == (n_rows,) and targets_T.dtype == torch.int64
+    is_wrong_T = (targets_T != ignored) & ((targets_T < 0) | (targets_T >= width))
+    if is_wrong_T.any():
+        raise IndexError(f"target {int(targets_T[is_wrong_T][0])} is not within the vocabulary of {width} tokens")
+    losses_T, logs_T = (logits_TV.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
     run = getattr(library(), f"cross_entropy_{NAMES[logits_TV.dtype]}")
 
     def compute(part: tuple[int, int]) -> None:

@@ -141,10 +141,11 @@ void cross_entropy(Number* logits, const int64_t* targets, float* losses, float*
     }
     const bool counts = targets[row] != ignored;
     const float log = std::log(total) + largest;
-    losses[row] = counts ? log - wide(logits[targets[row]]) : 0;
-    logs[row] = counts ? log : 0;
+    const float none = log * 0;  // what is no number is seen where a target is ignored, too
+    losses[row] = counts ? log - wide(logits[targets[row]]) : none;
+    logs[row] = counts ? log : none;
     if (!writes) continue;
-    const float factor = counts ? (1 + 2 * z_loss * log) / float(total) : 0;
+    const float factor = counts ? (1 + 2 * z_loss * log) / float(total) : none;
     const float one = counts ? exponentials[targets[row]] * factor - 1 : 0;
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) logits[i] = rounded<Number>(exponentials[i] * factor);

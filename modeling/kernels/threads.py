@@ -17,8 +17,8 @@ LEAST_NUMBERS = 1 << 17  # a thread that is given fewer costs more than it saves
 
 
 def each_part(compute: Callable[[Part], Value], parts: Sequence[Part]) -> list[Value]:
-    """The function's value for each part, each computed in a thread of its own where there are several."""
-    each = map if len(parts) <= 1 else threads(os.getpid(), len(parts)).map
+    """The function's value for each part, computed in as many threads as torch uses where there are several parts."""
+    each = map if len(parts) <= 1 else threads(os.getpid(), torch.get_num_threads()).map
     return [*each(compute, parts)]
 
 

@@ -117,6 +117,13 @@ inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
 
 #endif
 
+// A product of two panels: a block of sums.
+inline void product(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
+  zero_block();
+  multiply(left, right, steps);
+  store_block(sums);
+}
+
 inline Whole load(const Bf16* from) { return _mm512_loadu_si512(from); }
 inline void store(Bf16* to, Whole numbers) { _mm512_storeu_si512(to, numbers); }
 inline void stream(Bf16* to, Whole numbers) { _mm512_stream_si512((Whole*)to, numbers); }  // to a multiple of 64 bytes

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from modeling.kernels.built import NotBuilt, built
+from modeling.kernels import built as kernels
+from modeling.kernels.built import NotBuilt, built, compiler_here, loaded
 
+pytestmark = pytest.mark.skipif(compiler_here() is None, reason="this machine has no C++ compiler")
 SOURCE = 'extern "C" int number() { return NUMBER; }'
 
 
@@ -27,7 +29,7 @@ def test_a_source_is_compiled_once_for_its_options(source: Path, monkeypatch: py
     assert [ctypes.CDLL(str(path)).number() for path in (first, second)] == [3, 4]
     monkeypatch.setenv("CXX", "false")
     assert built(source, ["-DNUMBER=3"]) == first
-    with pytest.raises(NotBuilt, match=r"^false cannot compile it: $"):
+    with pytest.raises(NotBuilt, match=r"^false cannot compile it \(\); set CXX to another one$"):
         built(source, ["-DNUMBER=3"], also=b"another version")
     source.write_text(SOURCE.replace("NUMBER;", "NUMBER + 1;"))
     with pytest.raises(NotBuilt):
@@ -35,7 +37,7 @@ def test_a_source_is_compiled_once_for_its_options(source: Path, monkeypatch: py
 
 
 def test_what_the_compiler_says_is_one_line(source: Path) -> None:
-    with pytest.raises(NotBuilt, match=r"cannot compile it: .*NUMBER.*not declared") as refusal:
+    with pytest.raises(NotBuilt, match=r"cannot compile it \(.*NUMBER.*not declared.*\); set CXX") as refusal:
         built(source, [])
     assert "\n" not in str(refusal.value)
 
@@ -43,7 +45,7 @@ def test_what_the_compiler_says_is_one_line(source: Path) -> None:
 def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(source.parent))
-    with pytest.raises(NotBuilt, match="no C\\+\\+ compiler is installed"):
+    with pytest.raises(NotBuilt, match=r"^there is no C\+\+ compiler; install g\+\+, or set CXX$"):
         built(source, ["-DNUMBER=3"])
 
 
@@ -57,8 +59,43 @@ def test_a_file_of_somebody_else_is_refused(source: Path, suffix: str, monkeypat
     path.with_suffix(suffix).rename(
         path.with_name(path.name.replace(f"-{owner}-", f"-{owner + 1}-")).with_suffix(suffix)
     )
-    with pytest.raises(NotBuilt, match="belongs to somebody else; remove it, or set TMPDIR"):
+    with pytest.raises(NotBuilt, match="belongs to somebody else, or is a link; remove it, or set TMPDIR"):
         built(source, ["-DNUMBER=3"])
+
+
+def test_a_link_is_refused_whatever_it_leads_to(source: Path) -> None:
+    path = built(source, ["-DNUMBER=3"])
+    path.rename(other := source.parent / "other.so")
+    path.symlink_to(other)
+    with pytest.raises(NotBuilt, match="or is a link"):
+        built(source, ["-DNUMBER=3"])
+
+
+def test_what_is_compiled_is_the_users_alone(source: Path) -> None:
+    mask = os.umask(0)
+    try:
+        path = built(source, ["-DNUMBER=3"])
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_that_was_cut_off_is_told_with_what_to_do(source: Path) -> None:
+    path = built(source, ["-DNUMBER=3"])
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(NotBuilt, match=rf"{path}.*; remove that file, or set TMPDIR to a disk"):
+        loaded(path)
+
+
+def test_a_compiler_that_hangs_is_ended(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = source.parent / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(kernels, "SECONDS", 0.5)
+    with pytest.raises(NotBuilt, match=r"compiler has not ended within 0.5 s; set CXX to another one$"):
+        built(source, ["-DNUMBER=3"])
+    assert sorted(path.name for path in source.parent.iterdir()) == ["compiler", "number.cpp"]
 
 
 def test_of_several_processes_one_compiles(source: Path) -> None:

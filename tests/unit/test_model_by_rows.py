@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from launcher.training.compiling import fuse_of, usable_fuse
 from modeling.config import ModelConfig
 from modeling.kernels import by_rows, row_passes, threads
-from modeling.kernels.built import built, loaded
+from modeling.kernels.built import built, compiler_here, loaded
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.norm import rms_norm
@@ -44,7 +44,9 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_cpp() -> None:
-    """What C++ can compute is, which this machine must be able to compile."""
+    """What C++ can compute is; skips where the machine has no compiler, and fails where it cannot compile this."""
+    if compiler_here() is None:
+        pytest.skip("this machine has no C++ compiler")
     assert row_passes.why_not() is None
 
 
@@ -187,6 +189,40 @@ def test_other_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(row_passes, "why_not", lambda: "no compiler")
     norm(hidden, weight)
     assert calls == ["norm"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "channels"),
+    [((3, 5, 4), 8), ((2, 4, 4), 8), ((1, 6, 4), 8), ((2, 5, 5), 8)],
+    ids=["batch", "sequence", "one row's sequence", "channels"],
+)
+@pytest.mark.usefixtures("in_cpp")
+def test_angles_that_do_not_fit_are_refused(tables: tuple[int, ...], channels: int) -> None:
+    """C++ would read beside them."""
+    with pytest.raises((RuntimeError, AssertionError)):
+        ByRows()(rotate, torch.randn(2, 5, 3, channels), torch.randn(tables), torch.randn(tables))
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_a_weight_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        ByRows()(rms_norm, torch.randn(3, 24), torch.randn(23), norm_eps=1e-6, adds_one=False)
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_what_torch_makes_by_default_changes_nothing() -> None:
+    """A caller may have set another dtype or device for new tensors."""
+    leaf, weight = torch.randn(4, 24, requires_grad=True), torch.randn(24, requires_grad=True)
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                out = ByRows()(rms_norm, leaf, weight, norm_eps=1e-6, adds_one=False)
+                found.append([out, *torch.autograd.grad(out, (leaf, weight), leaf.detach())])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import row_passes, threads
-from modeling.kernels.built import built, loaded
+from modeling.kernels.built import built, compiler_here, loaded
 from modeling.loss import IGNORE, losses_and_gradient
 
 GRADIENT_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 Z_LOSS = 1e-2
 SIZES = ((1, 1), (5, 17), (40, 1030), (3, 5000))  # targets and vocabulary
+
+
+pytestmark = pytest.mark.skipif(compiler_here() is None, reason="this machine has no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,31 @@ def test_logits_that_are_infinite_or_no_numbers() -> None:
         assert torch.allclose(one[[0, 3, 4]].double(), other, rtol=1e-5, atol=1e-6)
         assert one[[1, 2]].isnan().all()
     assert grad_TV[0, targets_T[0] - 1] == 0
+
+
+@pytest.mark.parametrize("target", [40, 10**9, -1, -(10**9)])
+@pytest.mark.parametrize("wants_gradient", [True, False])
+def test_a_target_beyond_the_vocabulary_is_refused(target: int, wants_gradient: bool) -> None:
+    """It would be read and written elsewhere in memory. A damaged token file may hold it."""
+    logits_TV, targets_T = drawn((6, 40), torch.float32)
+    targets_T[2] = target
+    with pytest.raises(IndexError, match=rf"^target {target} is not within the vocabulary of 40 tokens$"):
+        losses_and_gradient(logits_TV, targets_T, wants_gradient, Z_LOSS)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_what_is_no_number_is_seen_where_a_target_does_not_count(
+    by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the losses, too: a loss that is no number stops a run before its weights are touched."""
+    if by_torch:
+        monkeypatch.setattr(row_passes, "fits", lambda *tensors: False)
+    logits_TV, targets_T = drawn((6, 40), torch.float32)
+    logits_TV[-1, 3] = math.nan
+    assert targets_T[-1] == IGNORE
+    losses_T, z_losses_T, grad_TV = losses_and_gradient(logits_TV, targets_T, True, Z_LOSS)
+    assert grad_TV is not None
+    assert all(each[-1].isnan().all() and each[:-1].isfinite().all() for each in (losses_T, z_losses_T, grad_TV))
 
 
 PLANTED = {
