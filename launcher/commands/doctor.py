@@ -6,6 +6,7 @@ Libraries are imported in child processes, so that one that crashes or prints do
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -194,10 +195,11 @@ def _processor() -> Iterator[Finding]:
     else:
         yield Finding("cpu bf16", "no units", "lacks", "on the CPU, train.precision=fp32 is faster")
     compiler = compiler_here()
-    if compiler is None:
-        yield Finding("C++ compiler", "none", "lacks", "on the CPU, steps take longer; install g++, or set CXX")
-    else:
+    if compiler is not None and shutil.which(shlex.split(compiler)[0]):
         yield Finding("C++ compiler", compiler)
+    else:
+        found = "none" if compiler is None else f"CXX={compiler} is not there"
+        yield Finding("C++ compiler", found, "lacks", "on the CPU, steps take longer; install g++, or set CXX")
 
 
 def _proc_field(path: str, name: str) -> str:

@@ -4,7 +4,9 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -12,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 SECONDS = 300  # the most that a compiler may take: each source here takes it a few seconds
 
 
@@ -47,28 +50,40 @@ def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
 
 
 def compile_to(path: Path, options: Sequence[str]) -> None:
-    """Compiles a shared library and moves it to ``path`` as a whole. Raises NotBuilt where that fails."""
+    """Compiles a shared library, which is at ``path`` only once it is whole. Raises NotBuilt where that fails.
+
+    One process at a time may do so.
+    """
     compiler = compiler_here()
     if compiler is None:
         raise NotBuilt("there is no C++ compiler; install g++, or set CXX")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / path.name
-        try:
-            command = [compiler, "-shared", "-fPIC", *options, "-o", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-        except OSError as error:
-            raise NotBuilt(f"{compiler} cannot be run ({error.strerror}); install g++, or set CXX") from None
-        except subprocess.TimeoutExpired:
-            raise NotBuilt(f"{compiler} has not ended within {SECONDS} s; set CXX to another one") from None
+    part = path.with_suffix(".part")
+    is_ours(part)
+    command = [*shlex.split(compiler), "-shared", "-fPIC", *options, "-o", str(part)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SECONDS, preexec_fn=end_with_parent
+        )
         if done.returncode != 0:
             told = " ".join(done.stderr.split())[-500:]
             raise NotBuilt(f"{compiler} cannot compile it ({told}); set CXX to another one")
-        out.chmod(0o700)  # whatever the umask is: this process runs what stands in it
-        shutil.move(out, path)
+        part.chmod(0o700)  # whatever the umask is: this process runs what stands in it
+        part.replace(path)
+    except subprocess.TimeoutExpired:
+        raise NotBuilt(f"{compiler} has not ended within {SECONDS} s; set CXX to another one") from None
+    except OSError as error:
+        raise NotBuilt(f"{compiler} cannot be run ({error.strerror}); install g++, or set CXX") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def end_with_parent() -> None:
+    """In a process that was just made: Linux kills it as soon as its parent has ended, by whatever signal."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def compiler_here() -> str | None:
-    """The C++ compiler of this machine: what CXX says, else the first that is installed; None if there is none."""
+    """The C++ compiler of this machine: the command in CXX, else the first that is installed; None if there is none."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 

@@ -66,12 +66,13 @@ def test_the_exit_code_says_whether_training_can_work(capsys, monkeypatch, verdi
 
 
 def test_whether_kernels_can_be_compiled(monkeypatch):
-    monkeypatch.setenv("CXX", "/opt/bin/g++")
-    assert Finding("C++ compiler", "/opt/bin/g++") in doctor._processor()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "/none")
-    (missing,) = (finding for finding in doctor._processor() if finding.topic == "C++ compiler")
-    assert (missing.found, missing.verdict) == ("none", "lacks") and "install g++" in missing.remedy
+    monkeypatch.setenv("CXX", "/bin/sh -e")
+    assert Finding("C++ compiler", "/bin/sh -e") in doctor._processor()
+    for command, found in (("/opt/bin/g++", "CXX=/opt/bin/g++ is not there"), ("", "none")):
+        monkeypatch.setenv("CXX", command)
+        monkeypatch.setenv("PATH", "/none")
+        (missing,) = (finding for finding in doctor._processor() if finding.topic == "C++ compiler")
+        assert (missing.found, missing.verdict) == (found, "lacks") and "install g++" in missing.remedy
 
 
 def test_the_machine_itself_is_read():

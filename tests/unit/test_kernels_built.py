@@ -4,6 +4,8 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,12 @@ def test_a_source_is_compiled_once_for_its_options(source: Path, monkeypatch: py
         built(source, ["-DNUMBER=3"])
 
 
+def test_the_compiler_may_be_a_command_of_several_words(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = compiler_here()
+    monkeypatch.setenv("CXX", f"env {compiler} -DNUMBER=7")
+    assert ctypes.CDLL(str(built(source, []))).number() == 7
+
+
 def test_what_the_compiler_says_is_one_line(source: Path) -> None:
     with pytest.raises(NotBuilt, match=r"cannot compile it \(.*NUMBER.*not declared.*\); set CXX") as refusal:
         built(source, [])
@@ -49,11 +57,11 @@ def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
         built(source, ["-DNUMBER=3"])
 
 
-@pytest.mark.parametrize("suffix", [".so", ".lock"])
+@pytest.mark.parametrize("suffix", [".so", ".lock", ".part"])
 def test_a_file_of_somebody_else_is_refused(source: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = built(source, ["-DNUMBER=3"])
-    if suffix == ".lock":
-        path.rename(path.with_suffix(".lock"))
+    if suffix != ".so":
+        path.rename(path.with_suffix(suffix))
     owner = os.getuid()
     monkeypatch.setattr("os.getuid", lambda: owner + 1)
     path.with_suffix(suffix).rename(
@@ -98,15 +106,46 @@ def test_a_compiler_that_hangs_is_ended(source: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in source.parent.iterdir()) == ["compiler", "number.cpp"]
 
 
+def test_planted_death_of_a_process_that_compiles(source: Path) -> None:
+    """The compiler ends with it, and the next process compiles as if nothing had been there."""
+    compiler = source.parent / "compiler"
+    written = source.parent / "written"
+    compiler.write_text(f"#!/bin/sh\necho $$ > {written}.now\nmv {written}.now {written}\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    dying = building(source, compiler)
+    assert within(30, written.exists)
+    compiling = Path(f"/proc/{written.read_text().strip()}")
+    dying.kill()
+    dying.wait(30)
+    assert within(30, lambda: not compiling.exists())
+    assert ctypes.CDLL(str(built(source, ["-DNUMBER=3"]))).number() == 3
+    assert not [path.name for path in source.parent.iterdir() if path.suffix in (".lock", ".part")]
+
+
+def building(source: Path, compiler: Path) -> "subprocess.Popen[bytes]":
+    """A process that asks for what is compiled of the source."""
+    take = "from pathlib import Path; from modeling.kernels.built import built"
+    code = f"{take}; built(Path({str(source)!r}), ['-DNUMBER=3'])"
+    settings = {**os.environ, "CXX": str(compiler), "TMPDIR": str(source.parent)}
+    return subprocess.Popen([sys.executable, "-c", code], env=settings)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Whether it holds before so many seconds are over."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def test_of_several_processes_one_compiles(source: Path) -> None:
     """The others wait, and take what it made."""
     compiler, log = source.parent / "compiler", source.parent / "log"
     compiler.write_text(f'#!/bin/sh\necho once >> {log}\nsleep 1\nexec g++ "$@"\n')
     compiler.chmod(0o755)
-    take = "from pathlib import Path; from modeling.kernels.built import built"
-    code = f"{take}; built(Path({str(source)!r}), ['-DNUMBER=3'])"
-    settings = {**os.environ, "CXX": str(compiler), "TMPDIR": str(source.parent)}
-    running = [subprocess.Popen([sys.executable, "-c", code], env=settings) for _ in range(3)]
+    running = [building(source, compiler) for _ in range(3)]
     assert [each.wait(60) for each in running] == [0, 0, 0] and log.read_text() == "once\n"
     assert not [*source.parent.glob("*.lock")]
 
