@@ -1,6 +1,7 @@
 """Folders of `transformers` models to damage and import, and what `roundtable import` says of them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def write_sources(folder: Path) -> Path:
     for name, shard_bytes in (("one", SHARD_BYTES), ("shards", 48_000)):
         write_export(tensors.items(), config, 64, folder / "tokenizer", folder / name, shard_bytes=shard_bytes)
     assert (folder / "shards" / LAST).exists()
+    return folder
+
+
+def copied(sources: Path, folder: Path) -> Path:
+    """Copies both models of ``write_sources`` into ``folder``, which it returns."""
+    for name in ("one", "shards"):
+        shutil.copytree(sources / name, folder / name)
     return folder
 
 

@@ -1,7 +1,6 @@
 """What `roundtable import` says of config.json and generation_config.json; what it refuses leaves nothing behind."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from import_sources import edit, refused, write_sources
+from import_sources import copied, edit, refused, write_sources
 from launcher.cli import main
 
 
@@ -21,9 +20,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with copies of the two."""
-    for name in ("one", "shards"):
-        shutil.copytree(sources / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(copied(sources, tmp_path))
     return tmp_path
 
 

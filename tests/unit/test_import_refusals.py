@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from import_sources import LAST, edit, refused, write_sources
+from import_sources import LAST, copied, edit, refused, write_sources
 from launcher.cli import main
 from launcher.importing.folder import INDEX, MOST_PROBLEMS, ONE_FILE
 
@@ -29,9 +29,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with copies of the two."""
-    for name in ("one", "shards"):
-        shutil.copytree(sources / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(copied(sources, tmp_path))
     return tmp_path
 
 
