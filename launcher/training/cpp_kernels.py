@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from launcher.config.tree import RunConfig
-from modeling.kernels import expert_tiles, row_passes
+from modeling.kernels import attention_tiles, expert_tiles, row_passes
 from modeling.kernels.built import leave_out
-from modeling.kernels.narrow_attention import has_matrix_units
+from modeling.kernels.tiles import has_matrix_units
 
 
 def in_tiles(config: RunConfig) -> bool:
@@ -32,12 +32,18 @@ def tell_of_missing_kernels(
     """
     if device.type != "cpu":
         return
-    kernels = (row_passes, expert_tiles) if in_tiles(config) else (row_passes,)
-    problems = {kernel.SOURCE: share(kernel.why_not()) for kernel in kernels}
-    for source, problem in problems.items():
-        if problem is not None:
-            leave_out(source, problem)
-    if not has_matrix_units():  # nothing is missing that this processor could use
-        problems.pop(expert_tiles.SOURCE, None)
-    for problem in dict.fromkeys(problem for problem in problems.values() if problem is not None):
+    kernels = [row_passes]
+    if config.train.stored == "bf16":
+        kernels.append(attention_tiles)
+    if in_tiles(config):
+        kernels.append(expert_tiles)
+    told = list[str]()
+    for kernel in kernels:
+        problem = share(kernel.why_not())
+        if problem is None:
+            continue
+        leave_out(kernel.SOURCE, problem)
+        if kernel is row_passes or has_matrix_units():  # else nothing is missing that this processor could use
+            told.append(problem)
+    for problem in dict.fromkeys(told):
         tell(f"kernels in C++ are not used, so steps take longer: {problem}")

@@ -51,7 +51,7 @@ def attend_block_backward(
 def _attend_flash(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     q_BHQC, k_BGSC, v_BGSC = (heads.transpose(1, 2) for heads in (q_BQHC, k_BSGC, v_BSGC))
     out_BHQC, lse_BHQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHQC, k_BGSC, v_BGSC, attn_mask=_additive(mask, q_BQHC.dtype)
+        q_BHQC, k_BGSC, v_BGSC, attn_mask=None if mask is None else additive(mask, q_BQHC.dtype)
     )
     if mask is not None:  # the kernel returns 0 where a query sees no key
         lse_BHQ = lse_BHQ.masked_fill(_sees_nothing(mask), float("-inf"))
@@ -70,7 +70,7 @@ def _attend_flash_backward(
     grad_BHQC, q_BHQC, k_BGSC, v_BGSC, out_BHQC = (
         heads.transpose(1, 2) for heads in (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC)
     )
-    mask_BHQS = _additive(mask, q_BQHC.dtype)
+    mask_BHQS = None if mask is None else additive(mask, q_BQHC.dtype)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_BHQC, q_BHQC, k_BGSC, v_BGSC, out_BHQC, lse_BHQ, 0.0, False, attn_mask=mask_BHQS
     )
@@ -78,9 +78,9 @@ def _attend_flash_backward(
     return dq_BQHC, dk_BSGC, dv_BSGC
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the CPU kernel takes it: (B, 1 or H, Q, S), added to the scores, -inf where a key is hidden."""
-    if mask is None or mask.dtype != torch.bool:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as kernels on a CPU take it: (B, 1 or H, Q, S), added to the scores, -inf where a key is hidden."""
+    if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))[:, None]
 

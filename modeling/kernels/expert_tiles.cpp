@@ -7,7 +7,6 @@
 // Shape letters: T tokens, R rows (token-expert pairs), N rows of one expert, E experts, D d_model, F d_ff, I 2F. D and
 // F are multiples of 32. Matrices are contiguous.
 #include <algorithm>
-#include <cstdlib>
 
 #include "tiles.h"
 
@@ -15,35 +14,6 @@ namespace {
 
 constexpr int64_t FORWARD_BYTES = 1 << 18;  // of the rows that are gathered at once, so that they stay in the cache
 constexpr int64_t BACKWARD_BYTES = 1 << 20;
-
-// Memory of this thread, kept from call to call and cut into parts whose contents are arbitrary.
-class Room {
- public:
-  explicit Room(size_t bytes) {
-    static thread_local struct Kept {
-      char* start = nullptr;
-      size_t size = 0;
-      ~Kept() { std::free(start); }
-    } kept;
-    if (kept.size < bytes) {
-      std::free(kept.start);
-      kept.size = (bytes + bytes / 16 + 63) / 64 * 64;
-      kept.start = static_cast<char*>(std::aligned_alloc(64, kept.size));
-      if (kept.start == nullptr) kept.size = 0;
-    }
-    next_ = kept.start;
-  }
-  bool is_there() const { return next_ != nullptr; }
-  template <class Number>
-  Number* take(int64_t n) {
-    Number* taken = reinterpret_cast<Number*>(next_);
-    next_ += (n * sizeof(Number) + 63) / 64 * 64;
-    return taken;
-  }
-
- private:
-  char* next_;
-};
 
 int64_t rows_at_once(int64_t bytes, int64_t bytes_of_row, int64_t least, int64_t most) {
   return std::clamp(bytes / bytes_of_row, least, most) / BLOCK * BLOCK;
@@ -69,14 +39,9 @@ void pack_gate_up(Bf16* panels, const Layer& layer, int64_t expert) {
   const int64_t D = layer.d_model, F = layer.d_ff;
   for (int64_t f = 0; f < F; f += TILE_ROWS) {
     Bf16* panel = panels + f / TILE_ROWS * D / BLOCK * STEP;
-    pack_transposed(panel, layer.gate_EFD + (expert * F + f) * D, D);
-    pack_transposed(panel + TILE, layer.up_EFD + (expert * F + f) * D, D);
+    pack_transposed(panel, layer.gate_EFD + (expert * F + f) * D, D, TILE_ROWS, D);
+    pack_transposed(panel + TILE, layer.up_EFD + (expert * F + f) * D, D, TILE_ROWS, D);
   }
-}
-
-// A row's place in left panels of ``width`` numbers.
-inline Bf16* left_place(Bf16* panels, int64_t row, int64_t width) {
-  return panels + row / BLOCK * BLOCK * width + row % BLOCK / TILE_ROWS * TILE + row % TILE_ROWS * BLOCK;
 }
 
 // Left panels of rows of a matrix; rows beyond n are zero.
@@ -153,8 +118,9 @@ void forward_of(const Layer& layer, int64_t expert, Room room, int64_t most_rows
   Bf16* inner = room.take<Bf16>(most_rows * F);
   pack_gate_up(gate_up, layer, expert);
   for (int64_t d = 0; d < D; d += BLOCK) {
-    pack_transposed(down + d * F, layer.down_EDF + (expert * D + d) * F, F);
-    pack_transposed(down + d * F + TILE, layer.down_EDF + (expert * D + d + TILE_ROWS) * F, F);
+    const Bf16* down_DF = layer.down_EDF + (expert * D + d) * F;
+    pack_transposed(down + d * F, down_DF, F, TILE_ROWS, F);
+    pack_transposed(down + d * F + TILE, down_DF + TILE_ROWS * F, F, TILE_ROWS, F);
   }
   const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert], kept = layer.kept_E[expert];
   for (int64_t done = 0; done < size; done += most_rows) {
@@ -227,13 +193,7 @@ inline void gates_backward(const float* sums, const Bf16* gate_up_NI, const floa
     }
   }
   Bf16* const targets[3] = {made.inner, made.grad_gate, made.grad_up};
-  for (int64_t each = 0; each < 3; each++)
-    for (int64_t half = 0; half < 2; half++) {
-      __m512i rows[16];
-      for (int row = 0; row < 16; row++) rows[row] = load(paired[each][half] + row * BLOCK);
-      transpose(rows);
-      for (int row = 0; row < 16; row++) store(targets[each] + half * TILE + row * BLOCK, rows[row]);
-    }
+  for (int64_t each = 0; each < 3; each++) transpose_pairs(targets[each], paired[each][0], paired[each][1]);
 }
 
 // Gates and ups (N, I) of n rows, from their left panels and the panels of both matrices.
@@ -254,10 +214,9 @@ void add_to_totals(float* totals, const Bf16* factors, const Bf16* grad_pairs, c
     for (int64_t each = 0; each < 3; each++)
       for (int64_t f = 0; f < d_ff; f += BLOCK) {
         float* total = totals + (each * d_model + d) * d_ff + f * BLOCK;
-        is_first ? zero_block() : load_block(total);
+        const Bf16* left = factors + (each * d_ff + f) * most_rows;
         const Bf16* right = (each == 0 ? grad_pairs : hidden_pairs) + d * most_rows;
-        multiply(factors + (each * d_ff + f) * most_rows, right, steps);
-        store_block(total);
+        is_first ? product(total, left, right, steps) : add_product(total, left, right, steps);
       }
 }
 
@@ -294,10 +253,11 @@ void backward_of(const Layer& layer, int64_t expert, Room room, int64_t most_row
     pack_gate_up(gate_up, layer, expert);
   }
   const Bf16 *gate_FD = layer.gate_EFD + expert * F * D, *up_FD = layer.up_EFD + expert * F * D;
-  for (int64_t f = 0; f < F; f += BLOCK) pack_pairs(by_down + f * D, layer.down_EDF + expert * D * F + f, D, F);
+  for (int64_t f = 0; f < F; f += BLOCK)
+    pack_pairs(by_down + f * D, layer.down_EDF + expert * D * F + f, F, D, D / BLOCK, BLOCK);
   for (int64_t d = 0; d < D; d += BLOCK) {
-    pack_pairs(by_gate_up + d * I, gate_FD + d, F, D);
-    pack_pairs(by_gate_up + d * I + F / BLOCK * STEP, up_FD + d, F, D);
+    pack_pairs(by_gate_up + d * I, gate_FD + d, D, F, F / BLOCK, BLOCK);
+    pack_pairs(by_gate_up + d * I + F / BLOCK * STEP, up_FD + d, D, F, F / BLOCK, BLOCK);
   }
   for (int64_t done = 0; done < size; done += most_rows) {
     const int64_t n = std::min(most_rows, size - done), n_blocks = (n + BLOCK - 1) / BLOCK;

@@ -19,15 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
+from modeling.kernels import tiles
 from modeling.kernels.direct import is_plain
-from modeling.kernels.narrow_attention import has_matrix_units
 from modeling.kernels.threads import each_part
 
 SOURCE = Path(__file__).with_name("expert_tiles.cpp")
-HEADER = SOURCE.with_name("tiles.h")
-VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
-OPTIONS = ("-O3", "-w", "-std=c++17", *VECTORS, "-mamx-tile", "-mamx-bf16")
 NAME = "expert_tiles"  # of these products in a profile
 UNIT = 32  # what d_model and d_ff must be multiples of
 WIDEST_EXPERT = 2**20  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and oneDNN is as fast
@@ -38,6 +34,9 @@ POINTERS = (
     *("gate_up_RI", "out_RD", "grad_TD", "weights_R"),
     *("grad_gate_EFD", "grad_up_EFD", "grad_down_EDF", "grad_RD", "grad_weights_R"),
 )
+
+why_not = functools.partial(tiles.why_not, SOURCE)
+library = functools.partial(tiles.library, SOURCE)
 
 
 class Layer(ctypes.Structure):
@@ -98,28 +97,6 @@ def fits(hidden_TD: Tensor, matrices: Matrices) -> bool:
 def suits(d_model: int, d_ff: int) -> bool:
     """Whether C++ is faster for experts of this size, on a processor that has the units."""
     return 3 * d_ff * d_model * 2 <= WIDEST_EXPERT and d_ff % UNIT == d_model % UNIT == 0
-
-
-def why_not() -> str | None:
-    """Why the passes in C++ are not used, in one line; None where they are. Compiles them."""
-    return LEFT_OUT.get(SOURCE) or problem()
-
-
-@functools.cache
-def problem() -> str | None:
-    """Why the passes in C++ cannot be used on this machine; None where they can."""
-    if not has_matrix_units():
-        return "the processor has no matrix units (AMX)"
-    try:
-        return None if library().prepare() else "Linux does not let this process use matrix units; Linux 5.16 does"
-    except NotBuilt as error:
-        return str(error)
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The passes in C++, compiled if need be. Raises NotBuilt where they cannot be."""
-    return loaded(built(SOURCE, OPTIONS, also=HEADER.read_bytes()))
 
 
 def forward(matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates: Gates, out_RD: Tensor) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from modeling.context import Context, attention_mask
 from modeling.dropout import ScoreDropout
+from modeling.kernels import attention_tiles
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
-from modeling.kernels.narrow_attention import attend_narrowly, fits_narrow
 from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
 from modeling.pieces import Piece
@@ -124,7 +124,8 @@ def term_attention(
 
     On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times as long over packed
     documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23), since it prepares a product for
-    each new shape. With AMX the forward pass is ``attend_narrowly``, unless there are a cap, dropout or sinks.
+    each new shape. With AMX bf16 is computed in C++ (modeling.kernels.attention_tiles), unless there are a cap, a bias
+    that is trained, or dropout.
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
@@ -146,46 +147,57 @@ class _PieceAttention(torch.autograd.Function):
         dropout: ScoreDropout | None,
     ) -> Tensor:
         added = pairs.added(bias_HN)
-        if cap is None and dropout is None and sinks_H is None and fits_narrow(q_BQHC, k_BSGC):
-            out_BQHC, lse_BHQ = attend_narrowly(q_BQHC, k_BSGC, v_BSGC, pieces, added)
+        is_plain = bias_HN is None and cap is None and dropout is None
+        if is_plain and attention_tiles.fits(q_BQHC, k_BSGC, v_BSGC):
+            out_BQHC, lse_BHQ = attention_tiles.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
         else:
             out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
             if sinks_H is not None:
                 out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
             out_BQHC = out_BQHC.to(q_BQHC.dtype)
         ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
-        ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
+        ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout, ctx.is_plain = pairs, pieces, cap, dropout, is_plain
         return out_BQHC
 
     @staticmethod
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = ctx.saved_tensors
-        of_queries = [computed(grad_BQHC, "gradient"), computed(q_BQHC, "queries"), computed(out_BQHC, "out")]
-        of_keys = [computed(k_BSGC, "keys"), computed(v_BSGC, "values")]
-        dq_BQHC = room_for(q_BQHC, "by queries")
-        dk_BSGC, dv_BSGC = room_for(k_BSGC, "by keys").zero_(), room_for(v_BSGC, "by values").zero_()
-        dbias_HN = None if bias_HN is None else torch.zeros_like(bias_HN, dtype=torch.float64)
-        added = ctx.pairs.added(bias_HN)
-        is_scored = bias_HN is not None or ctx.cap is not None or ctx.dropout is not None
-        for piece in ctx.pieces:
-            rows, queries, keys = piece
-            grad, q, out = (each[rows, queries] for each in of_queries)
-            k, v = (each[rows, keys] for each in of_keys)
-            passed = (grad, q, k, v, out, lse_BHQ[rows, :, queries])
-            if is_scored:
-                factors = factors_of(ctx.dropout, piece, q_BQHC.device)  # drawn again
-                *found, dscores = attend_scored_backward(*passed, added(piece), ctx.cap, factors)
-                if dbias_HN is not None:
-                    buckets = ctx.pairs.buckets_of(piece).expand(dscores.shape[0], -1, -1)
-                    dbias_HN += bucket_sums(dscores, buckets, dbias_HN.shape[1])
-            else:
-                found = attend_block_backward(*passed, added(piece))
-            dq_BQHC[rows, queries] = found[0]
-            dk_BSGC[rows, keys].add_(found[1])
-            dv_BSGC[rows, keys].add_(found[2])
-        grads = (grad.to(q_BQHC.dtype) for grad in (dq_BQHC, dk_BSGC, dv_BSGC))
+        dbias_HN = None
+        if ctx.is_plain and attention_tiles.fits(q_BQHC, k_BSGC, v_BSGC):
+            given = (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ)
+            grads = attention_tiles.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
+        else:
+            *grads, dbias_HN = _backward_widely(ctx, grad_BQHC)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
+
+
+def _backward_widely(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by queries, keys and values, computed in fp32, and by the bias in fp64; None without one."""
+    q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, _, bias_HN = ctx.saved_tensors
+    of_queries = [computed(grad_BQHC, "gradient"), computed(q_BQHC, "queries"), computed(out_BQHC, "out")]
+    of_keys = [computed(k_BSGC, "keys"), computed(v_BSGC, "values")]
+    dq_BQHC = room_for(q_BQHC, "by queries")
+    dk_BSGC, dv_BSGC = room_for(k_BSGC, "by keys").zero_(), room_for(v_BSGC, "by values").zero_()
+    dbias_HN = None if bias_HN is None else torch.zeros_like(bias_HN, dtype=torch.float64)
+    added = ctx.pairs.added(bias_HN)
+    for piece in ctx.pieces:
+        rows, queries, keys = piece
+        grad, q, out = (each[rows, queries] for each in of_queries)
+        k, v = (each[rows, keys] for each in of_keys)
+        passed = (grad, q, k, v, out, lse_BHQ[rows, :, queries])
+        if ctx.is_plain:
+            found = attend_block_backward(*passed, added(piece))
+        else:
+            factors = factors_of(ctx.dropout, piece, q_BQHC.device)  # drawn again
+            *found, dscores = attend_scored_backward(*passed, added(piece), ctx.cap, factors)
+            if dbias_HN is not None:
+                buckets = ctx.pairs.buckets_of(piece).expand(dscores.shape[0], -1, -1)
+                dbias_HN += bucket_sums(dscores, buckets, dbias_HN.shape[1])
+        dq_BQHC[rows, queries] = found[0]
+        dk_BSGC[rows, keys].add_(found[1])
+        dv_BSGC[rows, keys].add_(found[2])
+    return *(grad.to(q_BQHC.dtype) for grad in (dq_BQHC, dk_BSGC, dv_BSGC)), dbias_HN
 
 
 def attend_widely(

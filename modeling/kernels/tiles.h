@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -45,34 +46,25 @@ inline void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-inline void zero_block() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-
-inline void load_block(const float* sums) {
-  _tile_loadd(0, sums, 64);
-  _tile_loadd(1, sums + SUMS, 64);
-  _tile_loadd(2, sums + 2 * SUMS, 64);
-  _tile_loadd(3, sums + 3 * SUMS, 64);
-}
-
-inline void store_block(float* sums) {
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + SUMS, 64);
-  _tile_stored(2, sums + 2 * SUMS, 64);
-  _tile_stored(3, sums + 3 * SUMS, 64);
-}
-
 inline void release_tiles() { _tile_release(); }
 
 // Asks Linux for the tiles, for the whole process: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
 inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-// Adds a product of two panels to the block: tiles 0 and 1 are its upper 16 rows, 2 and 3 its lower ones.
-inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
+// The product of two panels, which becomes a block of sums or is added to one: tiles 0 and 1 are its upper 16 rows.
+template <bool ADDS>
+inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
+  if (ADDS) {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + SUMS, 64);
+    _tile_loadd(2, sums + 2 * SUMS, 64);
+    _tile_loadd(3, sums + 3 * SUMS, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP) {
     _tile_loadd(4, left, 64);
     _tile_loadd(6, right, 64);
@@ -83,18 +75,17 @@ inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + SUMS, 64);
+  _tile_stored(2, sums + 2 * SUMS, 64);
+  _tile_stored(3, sums + 3 * SUMS, 64);
 }
 
 #else
 
-thread_local float block[4][TILE_ROWS][TILE_ROWS];
-
 inline void configure_tiles() {}
 inline void release_tiles() {}
 inline bool may_use_tiles() { return true; }
-inline void zero_block() { std::memset(block, 0, sizeof block); }
-inline void load_block(const float* sums) { std::memcpy(block, sums, sizeof block); }
-inline void store_block(float* sums) { std::memcpy(sums, block, sizeof block); }
 
 inline float wide(Bf16 number) {
   const uint32_t bits = uint32_t(number) << 16;
@@ -103,25 +94,28 @@ inline float wide(Bf16 number) {
   return made;
 }
 
-inline void multiply(const Bf16* left, const Bf16* right, int64_t steps) {
+template <bool ADDS>
+inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
+  if (!ADDS) std::memset(sums, 0, BLOCK_SUMS * sizeof *sums);
   for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP)
     for (int64_t tile = 0; tile < 4; tile++)
       for (int64_t row = 0; row < TILE_ROWS; row++)
         for (int64_t k = 0; k < BLOCK; k++) {
           const float factor = wide(left[tile / 2 * TILE + row * BLOCK + k]);
           const Bf16* pairs = right + tile % 2 * TILE + k / 2 * BLOCK + k % 2;
-          for (int64_t column = 0; column < TILE_ROWS; column++)
-            block[tile][row][column] += factor * wide(pairs[2 * column]);
+          float* to = sums + tile * SUMS + row * TILE_ROWS;
+          for (int64_t column = 0; column < TILE_ROWS; column++) to[column] += factor * wide(pairs[2 * column]);
         }
 }
 
 #endif
 
-// A product of two panels: a block of sums.
+// A product of two panels: a block of sums, or added to one.
 inline void product(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
-  zero_block();
-  multiply(left, right, steps);
-  store_block(sums);
+  multiply<false>(sums, left, right, steps);
+}
+inline void add_product(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
+  multiply<true>(sums, left, right, steps);
 }
 
 inline Whole load(const Bf16* from) { return _mm512_loadu_si512(from); }
@@ -201,24 +195,78 @@ inline void transpose(__m512i rows[16]) {
   }
 }
 
-// Every second tile of a right panel from 16 rows of a weight, which become its columns.
-void pack_transposed(Bf16* to, const Bf16* weight, int64_t width) {
+// Up to 32 numbers, of which n are there; the others are zero.
+inline Whole load(const Bf16* from, int64_t n) {
+  return n >= BLOCK ? load(from) : _mm512_maskz_loadu_epi16(n > 0 ? (1u << n) - 1 : 0, from);
+}
+
+// Where a row of left panels of ``width`` numbers begins.
+inline Bf16* left_place(Bf16* panels, int64_t row, int64_t width) {
+  return panels + row / BLOCK * BLOCK * width + row % BLOCK / TILE_ROWS * TILE + row % TILE_ROWS * BLOCK;
+}
+
+// Every second tile of a right panel from 16 rows of a matrix, of which n are there, which become its columns.
+void pack_transposed(Bf16* to, const Bf16* matrix, int64_t stride, int64_t n, int64_t width) {
   for (int64_t k = 0; k < width; k += BLOCK, to += STEP) {
     __m512i rows[16];
-    for (int row = 0; row < 16; row++) rows[row] = load(weight + row * width + k);
+    for (int row = 0; row < 16; row++)
+      rows[row] = row < n ? load(matrix + row * stride + k, width - k) : _mm512_setzero_si512();
     transpose(rows);
     for (int row = 0; row < 16; row++) store(to + row * BLOCK, rows[row]);
   }
 }
 
-// A right panel from 32 columns of a matrix, whose rows are along the inner dim.
-void pack_pairs(Bf16* to, const Bf16* matrix, int64_t n_rows, int64_t width) {
-  for (int64_t row = 0; row < n_rows; row += 2) {
+// A right panel from up to 32 columns of a matrix, whose rows are along the inner dim; n rows are there, of n_blocks.
+void pack_pairs(Bf16* to, const Bf16* matrix, int64_t stride, int64_t n, int64_t n_blocks, int64_t n_columns) {
+  for (int64_t row = 0; row < n_blocks * BLOCK; row += 2) {
     Bf16* step = to + row / BLOCK * STEP + row % BLOCK / 2 * BLOCK;
-    const Pairs made = pairs(load(matrix + row * width), load(matrix + (row + 1) * width));
+    const Whole first = load(matrix + row * stride, row < n ? n_columns : 0);
+    const Whole second = load(matrix + (row + 1) * stride, row + 1 < n ? n_columns : 0);
+    const Pairs made = pairs(first, second);
     store(step, made.low);
     store(step + TILE, made.high);
   }
 }
+
+// Two tiles of a left panel from pairs of 32 rows: pairs of the lower 16 columns and of the upper ones, 16 each. The
+// columns become rows, and the rows the inner dim.
+inline void transpose_pairs(Bf16* to, const Bf16* low, const Bf16* high) {
+  for (const Bf16* from : {low, high}) {
+    __m512i rows[16];
+    for (int row = 0; row < 16; row++) rows[row] = load(from + row * BLOCK);
+    transpose(rows);
+    for (int row = 0; row < 16; row++) store(to + row * BLOCK, rows[row]);
+    to += TILE;
+  }
+}
+
+// Memory of this thread, kept from call to call and cut into parts whose contents are arbitrary.
+class Room {
+ public:
+  explicit Room(size_t bytes) {
+    static thread_local struct Kept {
+      char* start = nullptr;
+      size_t size = 0;
+      ~Kept() { std::free(start); }
+    } kept;
+    if (kept.size < bytes) {
+      std::free(kept.start);
+      kept.size = (bytes + bytes / 16 + 63) / 64 * 64;
+      kept.start = static_cast<char*>(std::aligned_alloc(64, kept.size));
+      if (kept.start == nullptr) kept.size = 0;
+    }
+    next_ = kept.start;
+  }
+  bool is_there() const { return next_ != nullptr; }
+  template <class Number>
+  Number* take(int64_t n) {
+    Number* taken = reinterpret_cast<Number*>(next_);
+    next_ += (n * sizeof(Number) + 63) / 64 * 64;
+    return taken;
+  }
+
+ private:
+  char* next_;
+};
 
 }  // namespace

@@ -14,7 +14,7 @@ from launcher.training import compiling, cpp_kernels
 from launcher.training.compiling import missing_compiler
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
-from modeling.kernels import expert_tiles, row_passes
+from modeling.kernels import attention_tiles, expert_tiles, row_passes, tiles
 from modeling.kernels.fuse import compiled, plainly
 from parallel.config import ParallelConfig
 from parallel.mesh import close_mesh, open_mesh
@@ -91,32 +91,42 @@ def test_where_one_rank_cannot_compile_none_does() -> None:
     assert run_ranks(fuse_in_rank, 2, 2, timeout_seconds=100, threads=1) == [(True, [])] * 2
 
 
-def kernels_in_rank(lacking: str) -> tuple[str | None, str | None, list[str]]:
-    """In a rank: why it takes neither norms nor experts in C++, and what is told; rank 1 lacks one of them."""
-    told, lacks = list[str](), lacking if os.environ["RANK"] == "1" else ""
+SOURCES = {"rows": row_passes.SOURCE, "experts": expert_tiles.SOURCE, "attention": attention_tiles.SOURCE}
+
+
+def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
+    """In a rank: why it does not take each of SOURCES in C++, and what is told; rank 1 lacks one of them."""
+    told, lacks = list[str](), SOURCES.get(lacking) if os.environ["RANK"] == "1" else None
     mesh = open_mesh(ParallelConfig(), 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_passes, "problem", lambda: "no space left" if lacks == "rows" else None)
-        patch.setattr(expert_tiles, "problem", lambda: "no matrix units" if lacks == "experts" else None)
-        patch.setattr(cpp_kernels, "has_matrix_units", lambda: lacks != "experts")
+        patch.setattr(row_passes, "problem", lambda: "no space left" if lacks == row_passes.SOURCE else None)
+        patch.setattr(tiles, "problem", lambda source: "no matrix units" if lacks == source else None)
+        patch.setattr(cpp_kernels, "has_matrix_units", lambda: lacks is None)
         config = load_config("configs/quickstart.yaml", ["train.precision=bf16"])
         share = partial(compiling.first_problem, mesh)
         cpp_kernels.tell_of_missing_kernels(config, torch.device("cpu"), told.append, share)
-        found = row_passes.why_not(), expert_tiles.why_not()
+        kernels = (row_passes, expert_tiles, attention_tiles)
+        found = dict(zip(SOURCES, (kernel.why_not() for kernel in kernels), strict=True))
     close_mesh()
-    return *found, told
+    return found, told
 
 
 @pytest.mark.parametrize(
-    ("lacking", "problem"), [("rows", "no space left"), ("experts", "no matrix units"), ("nothing", None)]
+    ("lacking", "problem"),
+    [
+        ("rows", "no space left"),
+        ("experts", "no matrix units"),
+        ("attention", "no matrix units"),
+        ("nothing", None),
+    ],
 )
 def test_a_kernel_that_one_rank_lacks_is_taken_by_none(lacking: str, problem: str | None) -> None:
     """Else what ranks of tp have in common would differ by rounding, and a token's experts with it."""
     first, second = run_ranks(kernels_in_rank, 2, lacking, timeout_seconds=100, threads=1)
     given = None if problem is None else f"rank 1 (dp 1): {problem}"
-    assert first[:2] == second[:2] == (given if lacking == "rows" else None, given if lacking == "experts" else None)
+    assert first[0] == second[0] == {name: given if name == lacking else None for name in SOURCES}
     line = [] if given is None else [f"kernels in C++ are not used, so steps take longer: {given}"]
-    assert (first[2], second[2]) == (line, [] if lacking == "experts" else line)
+    assert (first[1], second[1]) == (line, line if lacking == "rows" else [])
 
 
 def test_on_is_refused_without_a_compiler(

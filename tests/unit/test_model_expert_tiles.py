@@ -18,16 +18,11 @@ from launcher.config.tree import RunConfig
 from launcher.training import cpp_kernels
 from launcher.training.cpu_room import product_bytes
 from modeling.kernels import built as kernels_built
-from modeling.kernels import expert_tiles, row_passes
-from modeling.kernels.built import built, compiler_here
+from modeling.kernels import expert_tiles, row_passes, tiles
 from modeling.kernels.experts import Ways, count_pairs, experts_over_rows, place_rows
-from modeling.kernels.narrow_attention import has_matrix_units
+from tile_passes import KINDS, LACKS, passes_of, take_broken
 
-WHY_NOT, PROBLEM, LIBRARY = expert_tiles.why_not, expert_tiles.problem, expert_tiles.library
-WITHOUT_TILES = "-DWITHOUT_TILES"
-HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-LACKS = "this machine has no C++ compiler" if compiler_here() is None else None
-LACKS = LACKS if HAS_VECTORS else "this processor has no vectors of bf16 (AVX-512)"  # which loops use as units do
+WHY_NOT = expert_tiles.why_not
 NAMES = ("out_TD", "hidden_TD", "weights_TK", "gate_EFD", "up_EFD", "down_EDF")
 # (tokens, d_model, d_ff, experts, top_k, unit of rows): rows that fill blocks of 32 and that do not, experts of one
 # block and of many, and of more rows than are gathered at once.
@@ -40,25 +35,10 @@ SIZES = (
 )
 
 
-@pytest.fixture(scope="module", params=["units", "loops"])
+@pytest.fixture(scope="module", params=KINDS)
 def passes(request: pytest.FixtureRequest) -> Iterator[None]:
     """The passes are taken from the units, or from plain loops."""
-    if request.param == "units" and not has_matrix_units():
-        pytest.skip("this processor has no matrix units (AMX)")
-    if LACKS is not None:
-        pytest.skip(LACKS)
-    options = expert_tiles.OPTIONS if request.param == "units" else (*expert_tiles.OPTIONS, WITHOUT_TILES)
-    with pytest.MonkeyPatch.context() as patch:
-        take(patch, built(expert_tiles.SOURCE, options, also=expert_tiles.HEADER.read_bytes()))
-        yield
-
-
-def take(patch: pytest.MonkeyPatch, path: Path) -> None:
-    """From now on the passes are those of this library."""
-    library = expert_tiles.loaded(path)
-    assert library.prepare()
-    patch.setattr(expert_tiles, "library", lambda: library)
-    patch.setattr(expert_tiles, "why_not", lambda: None)
+    yield from passes_of(expert_tiles, request.param)
 
 
 class Drawn:
@@ -187,7 +167,7 @@ PLANTED = {
     "a step of each product is left out": ("step < steps; step++", "step + 1 < steps; step++"),
     "a block's last row is left out": ("rows = n - block * BLOCK;", "rows = n - block * BLOCK - 1;"),
     "weights multiply nothing": ("set1_ps(is_real ? weights[at] : 0.0f)", "set1_ps(is_real ? 1.0f : 0.0f)"),
-    "later rows' gradients replace the first ones'": ("is_first ? zero_block() : load_block(total)", "zero_block()"),
+    "later rows' gradients replace the first ones'": ("is_first ? product(", "true ? product("),
     "down's gradient is not transposed": ("    transpose(low);\n    transpose(high);\n", ""),
     "ups take the place of gates": ("layer.gate_EFD + (expert * F + f)", "layer.up_EFD + (expert * F + f)"),
     "a gate's slope lacks a term": ("fmadd_ps(_mm512_sub_ps(gate, active), share, share)", "mul_ps(share, share)"),
@@ -198,16 +178,7 @@ PLANTED = {
 @pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = PLANTED[fault]
-    source, header = (path.read_text() for path in (expert_tiles.SOURCE, expert_tiles.HEADER))
-    assert before in source + header
-    (tmp_path / "tiles.h").write_text(header.replace(before, after))
-    broken = tmp_path / f"{tmp_path.name}.cpp"
-    broken.write_text(source.replace(before, after))
-    options = ["-O1" if each == "-O3" else each for each in expert_tiles.OPTIONS]
-    path = built(broken, [*options, WITHOUT_TILES])
-    take(monkeypatch, path)
-    path.unlink()
+    take_broken(monkeypatch, expert_tiles, *PLANTED[fault], tmp_path)
     with pytest.raises(AssertionError):
         check(Drawn((2500, 64, 96, 2, 1, 1)))
 
@@ -233,21 +204,21 @@ def experts_in_16_bits() -> RunConfig:
 def test_without_a_compiler_one_line_says_so(
     experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of experts only on processors that have the units; of norms and rotations always."""
+    """Of experts and attention only on processors that have the units; of norms and rotations always."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(expert_tiles, "why_not", WHY_NOT)
-    monkeypatch.setattr(expert_tiles, "library", LIBRARY.__wrapped__)
+    monkeypatch.setattr(tiles, "library", tiles.library.__wrapped__)
     monkeypatch.setattr(row_passes, "why_not", lambda: None)
-    for module in (expert_tiles, kernels_built):
+    for module in (tiles, kernels_built):
         monkeypatch.setattr(module, "LEFT_OUT", {})
     lines: list[str] = []
     for has_units in (False, True):
-        for module in (cpp_kernels, expert_tiles):
+        for module in (cpp_kernels, tiles):
             monkeypatch.setattr(module, "has_matrix_units", lambda has_units=has_units: has_units)
-        PROBLEM.cache_clear()
+        tiles.problem.cache_clear()
         cpp_kernels.tell_of_missing_kernels(experts_in_16_bits, torch.device("cpu"), lines.append)
-    PROBLEM.cache_clear()
+    tiles.problem.cache_clear()
     told = "kernels in C++ are not used, so steps take longer"
     problem = f"{tmp_path}/none cannot be run (No such file or directory); install g++, or set CXX"
     assert lines == [f"{told}: {problem}"]

@@ -48,7 +48,6 @@ REASONS = {
     "modeling.rope_scaling.": "the model's own, which the user sets and a proof keeps",
     "modeling.kernels.by_rows.PIECE_BYTES": "the default of Sizes.row_piece_bytes",
     "modeling.kernels.by_rows.SUMMED_ROWS": "pieces of one sum; tests/unit/test_model_by_rows.py crosses it",
-    "modeling.kernels.narrow_attention.": "a CPU's whole units; tests/unit/test_model_narrow_attention.py crosses them",
     "modeling.kernels.top_k.": "how a number's bits lie, not a size; each choice of a proof is made by them",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
     "modeling.kernels.built.": "the length of names and of messages",

@@ -1,0 +1,161 @@
+"""Attention in bf16 on a processor with matrix units (AMX), both passes in C++ (attention_tiles.cpp).
+
+torch's kernel on a CPU is a call of oneDNN's or MKL's for each product of some 32 queries, which costs more than the
+numbers, and computes what a mask hides. Here blocks of 32 queries and 32 keys of which no pair is seen are left out,
+and all products of a head are in one call. Scores, weights and their sums are in fp32; what products take is rounded to
+bf16, as FlashAttention does on a GPU.
+
+Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from modeling.kernels import tiles
+from modeling.kernels.blocks import additive
+from modeling.kernels.direct import is_plain
+from modeling.kernels.threads import each_part
+from modeling.pieces import Piece
+
+SOURCE = Path(__file__).with_name("attention_tiles.cpp")
+NAME = "attention_tiles"  # of these passes in a profile
+
+why_not = functools.partial(tiles.why_not, SOURCE)
+library = functools.partial(tiles.library, SOURCE)
+
+
+class Heads(ctypes.Structure):
+    """``Heads`` of attention_tiles.h."""
+
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("of_row", "of_token", "of_head")),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """``Attention`` of attention_tiles.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("n_queries", "n_keys", "n_heads", "n_kv_heads", "n_channels")),
+        ("n_pieces", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        *((name, Heads) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("lse", "sinks", "pieces")),
+        *((name, Heads) for name in ("grad", "dq", "dk", "dv")),
+    ]
+
+
+def fits(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> bool:
+    """Whether this processor has the units, C++ can be compiled, and these are whole sequences in bf16.
+
+    Values have as many channels as keys.
+    """
+    given = (q_BQHC, k_BSGC, v_BSGC)
+    if any(each.dtype != torch.bfloat16 or not each.is_cpu for each in given) or not is_plain(given):
+        return False
+    return q_BQHC.shape[1] == k_BSGC.shape[1] and q_BQHC.numel() > 0 and why_not() is None
+
+
+def forward(
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    pieces: Sequence[Piece],
+    added: Callable[[Piece], Tensor],
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The attention (B, Q, H, C) of all pieces, in bf16, and the log of its normalizers (B, H, Q), in fp32.
+
+    ``added(piece)`` is the piece's mask, as ``attend_block`` takes it; each query is in one piece. Sinks join each
+    softmax. ``fits`` must be true.
+    """
+    q_BQHC, k_BSGC, v_BSGC = (each if each.stride(-1) == 1 else each.contiguous() for each in (q_BQHC, k_BSGC, v_BSGC))
+    out_BQHC = q_BQHC.new_empty(q_BQHC.shape)
+    batch, n_queries, n_heads, _ = q_BQHC.shape
+    lse_BHQ = q_BQHC.new_empty((batch, n_heads, n_queries), dtype=torch.float32)
+    tensors = {"q": q_BQHC, "k": k_BSGC, "v": v_BSGC, "out": out_BQHC}
+    call("forward", tensors, lse_BHQ, pieces, added, sinks_H)
+    return out_BQHC, lse_BHQ
+
+
+def backward(
+    grad_BQHC: Tensor,
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    out_BQHC: Tensor,
+    lse_BHQ: Tensor,
+    pieces: Sequence[Piece],
+    added: Callable[[Piece], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by queries, keys and values, in bf16, from what ``forward`` was given and returned."""
+    tensors = {"q": q_BQHC, "k": k_BSGC, "v": v_BSGC, "out": out_BQHC, "grad": grad_BQHC}
+    tensors = {name: each if each.stride(-1) == 1 else each.contiguous() for name, each in tensors.items()}
+    dq_BQHC, dk_BSGC, dv_BSGC = (each.new_empty(each.shape) for each in (q_BQHC, k_BSGC, v_BSGC))
+    call("backward", {**tensors, "dq": dq_BQHC, "dk": dk_BSGC, "dv": dv_BSGC}, lse_BHQ, pieces, added, None)
+    return dq_BQHC, dk_BSGC, dv_BSGC
+
+
+def call(
+    name: str,
+    tensors: dict[str, Tensor],
+    lse_BHQ: Tensor,
+    pieces: Sequence[Piece],
+    added: Callable[[Piece], Tensor],
+    sinks_H: Tensor | None,
+) -> None:
+    """Runs a pass over all rows and key-value heads, in as many threads as torch uses. Raises MemoryError."""
+    batch, n_queries, n_heads, n_channels = tensors["q"].shape
+    _, n_keys, n_kv_heads, _ = tensors["k"].shape
+    assert tensors["k"].shape == tensors["v"].shape == (batch, n_keys, n_kv_heads, n_channels)
+    assert all(tensors[each].shape == tensors["q"].shape for each in ("out", "grad") if each in tensors)
+    assert lse_BHQ.is_contiguous() and n_heads % n_kv_heads == 0
+    masks = [additive(added(piece), torch.float32) for piece in pieces]  # kept until the end of the call
+    numbers = [number for pair in zip(pieces, masks, strict=True) for number in numbers_of(*pair)]
+    of_pieces = (ctypes.c_int64 * len(numbers))(*numbers)
+    sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+    given = Attention(
+        *(n_queries, n_keys, n_heads, n_kv_heads, n_channels, len(pieces), n_channels**-0.5),
+        **{name: heads_of(tensor) for name, tensor in tensors.items()},
+        lse=lse_BHQ.data_ptr(),
+        sinks=None if sinks_H is None else sinks_H.data_ptr(),
+        pieces=ctypes.addressof(of_pieces),
+    )
+    run = getattr(library(), name)
+
+    def compute(part: tuple[int, int]) -> int:
+        return run(ctypes.byref(given), *(ctypes.c_int64(number) for number in part))
+
+    with record_function(f"roundtable::{NAME}"):
+        failed = any(each_part(compute, parts_of(batch * n_kv_heads, torch.get_num_threads())))
+    if failed:
+        raise MemoryError("there is no memory for the heads of one sequence")
+
+
+def heads_of(tensor: Tensor) -> Heads:
+    """A tensor (B, Q or S, H or G, C) as C++ takes it."""
+    return Heads(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+def numbers_of(piece: Piece, mask: Tensor) -> tuple[int, ...]:
+    """A piece and its mask (B or 1, H or 1, Q, S) as C++ takes them."""
+    rows, queries, keys = piece
+    n_rows, n_heads, n_queries, n_keys = mask.shape
+    assert (n_queries, n_keys) == (queries.stop - queries.start, keys.stop - keys.start)
+    of_row, of_head, of_query, of_key = mask.stride()
+    assert of_key == 1 or n_keys == 1
+    steps = 0 if n_rows == 1 else of_row, 0 if n_heads == 1 else of_head, of_query
+    return rows.start, rows.stop, queries.start, queries.stop, keys.start, keys.stop, mask.data_ptr(), *steps
+
+
+def parts_of(n: int, n_parts: int) -> list[tuple[int, int]]:
+    """(first, how many) of each thread's part of ``n``."""
+    size = -(-n // n_parts)
+    return [(first, min(size, n - first)) for first in range(0, n, size)]
