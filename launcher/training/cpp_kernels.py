@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from launcher.config.tree import RunConfig
-from modeling.kernels import attention_tiles, expert_tiles, row_passes
+from modeling.kernels import attention_passes, expert_tiles, row_passes
 from modeling.kernels.built import leave_out
 from modeling.kernels.tiles import has_matrix_units
 
@@ -32,18 +32,19 @@ def tell_of_missing_kernels(
     """
     if device.type != "cpu":
         return
-    kernels = [row_passes]
+    used = [(row_passes.SOURCE, row_passes.why_not), (attention_passes.VECTORS, attention_passes.why_not)]
+    on_units = []
     if config.train.stored == "bf16":
-        kernels.append(attention_tiles)
+        on_units.append((attention_passes.TILES, attention_passes.why_not_tiles))
     if in_tiles(config):
-        kernels.append(expert_tiles)
+        on_units.append((expert_tiles.SOURCE, expert_tiles.why_not))
     told = list[str]()
-    for kernel in kernels:
-        problem = share(kernel.why_not())
+    for source, why_not in used + on_units:
+        problem = share(why_not())
         if problem is None:
             continue
-        leave_out(kernel.SOURCE, problem)
-        if kernel is row_passes or has_matrix_units():  # else nothing is missing that this processor could use
+        leave_out(source, problem)
+        if (source, why_not) in used or has_matrix_units():  # else nothing is missing that this processor could use
             told.append(problem)
     for problem in dict.fromkeys(told):
         tell(f"kernels in C++ are not used, so steps take longer: {problem}")

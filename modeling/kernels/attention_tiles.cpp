@@ -1,9 +1,6 @@
-// Attention in bf16 on a processor with matrix units (AMX), both passes: FlashAttention-2 (arXiv:2307.08691), sections
-// 3.1 and 3.2, for pieces of packed documents.
+// Attention in bf16 on a processor with matrix units (AMX), both passes.
 //
-// A thread takes one row of the batch and one key-value head at a time, with all query heads that share it. Queries and
-// keys are brought into the form that the units take once for all of these. Scores, weights and their gradients are in
-// fp32 until they are a factor of a product, which is in bf16.
+// Scores, weights and their gradients are in fp32 until they are a factor of a product, which is in bf16.
 //
 // Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C channels, W channels in whole blocks.
 #include "attention_tiles.h"
@@ -28,7 +25,7 @@ struct Softmax {
       float* block = scores + j * BLOCK_SUMS;
       product(block, q, k + j * BLOCK * width, width / BLOCK);
       for (int64_t row = 0; row < BLOCK; row++) {
-        const Lanes found = patch.scores(block, i, j, row, factor);
+        const Lanes found = scores_of(patch, block, i, j, row, factor);
         greatest[row] = _mm512_max_ps(greatest[row], _mm512_max_ps(found.low, found.high));
         store_row(block, row, found);
       }
@@ -83,48 +80,14 @@ void store_tokens(const float* sums, const float* factors, Bf16* to, int64_t str
     }
 }
 
-inline int64_t width_of(const Attention& all) { return blocks_of(all.n_channels) * BLOCK; }
-
 size_t forward_bytes(const Attention& all) {
-  const int64_t W = width_of(all);
+  const int64_t W = all.width();
   return 2 * (HEADS * QUERIES * W + 2 * KEYS * W + KEYS * BLOCK) +
          4 * (HEADS * QUERIES * (W + 2) + KEYS * BLOCK) + 1024;
 }
 
-// Calls ``compute(piece, first query, how many, first head, how many)`` for all queries of a row and a key-value head.
-template <class Compute>
-void each_group(const Attention& all, int64_t row, int64_t kv_head, Compute compute) {
-  const int64_t n_shared = all.n_heads / all.n_kv_heads;
-  for (const Piece* piece = all.pieces; piece < all.pieces + all.n_pieces; piece++) {
-    if (row < piece->rows[0] || row >= piece->rows[1]) continue;
-    for (int64_t query = piece->queries[0]; query < piece->queries[1]; query += QUERIES)
-      for (int64_t head = 0; head < n_shared; head += HEADS)
-        compute(*piece, query, std::min(QUERIES, piece->queries[1] - query), kv_head * n_shared + head,
-                std::min(HEADS, n_shared - head));
-  }
-}
-
-// Calls ``compute(patch, head)`` for all keys of a piece and some heads, where ``head`` is counted from the first of
-// them, and ``prepare(patch)`` once for those keys before it.
-template <class Prepare, class Compute, class End>
-void each_patch(const Piece& piece, int64_t row, int64_t query, int64_t n_queries, int64_t head, int64_t n_heads,
-                Prepare prepare, Compute compute, End end) {
-  for (int64_t key = piece.keys[0]; key < piece.keys[1]; key += KEYS) {
-    Patch patch{&piece, row, query, key, n_queries, std::min(KEYS, piece.keys[1] - key)};
-    bool is_prepared = false;
-    for (int64_t each = 0; each < n_heads; each++) {
-      if (each == 0 || piece.mask_of_head != 0) patch.look(head + each);
-      if (!patch.sees_any) continue;
-      if (!is_prepared) prepare(patch);
-      is_prepared = true;
-      compute(patch, each);
-    }
-    if (is_prepared) end(patch);
-  }
-}
-
 void forward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
-  const int64_t C = all.n_channels, W = width_of(all);
+  const int64_t C = all.n_channels, W = all.width();
   Bf16* q = room.take<Bf16>(HEADS * QUERIES * W);
   Bf16* k = room.take<Bf16>(KEYS * W);
   Bf16* v = room.take<Bf16>(KEYS * W);
@@ -135,14 +98,14 @@ void forward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
   float* sums = room.take<float>(HEADS * QUERIES);
   each_group(all, row, kv_head, [&](const Piece& piece, int64_t query, int64_t n, int64_t head, int64_t n_heads) {
     for (int64_t each = 0; each < n_heads; each++) {
-      pack_tokens(q + each * QUERIES * W, all.q.at(row, query, head + each), all.q.of_token, n, C, W);
+      pack_tokens(q + each * QUERIES * W, all.q.at<Bf16>(row, query, head + each), all.q.of_token, n, C, W);
       std::fill_n(tops + each * QUERIES, QUERIES, all.sinks ? all.sinks[head + each] : HIDDEN);
       std::fill_n(sums + each * QUERIES, QUERIES, all.sinks ? 1.0f : 0.0f);
       std::fill_n(out + each * QUERIES * W, blocks_of(n) * BLOCK * W, 0.0f);
     }
     const auto prepare = [&](const Patch& patch) {
-      pack_columns(k, all.k.at(row, patch.key, kv_head), all.k.of_token, patch.n_keys, C, W);
-      pack_inner(v, all.v.at(row, patch.key, kv_head), all.v.of_token, patch.n_keys, C);
+      pack_columns(k, all.k.at<Bf16>(row, patch.key, kv_head), all.k.of_token, patch.n_keys, C, W);
+      pack_inner(v, all.v.at<Bf16>(row, patch.key, kv_head), all.v.of_token, patch.n_keys, C);
     };
     const auto compute = [&](const Patch& patch, int64_t each) {
       for (int64_t i = 0; i < patch.query_blocks(); i++) {
@@ -152,7 +115,7 @@ void forward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
     };
     each_patch(piece, row, query, n, head, n_heads, prepare, compute, [](const Patch&) {});
     for (int64_t each = 0; each < n_heads; each++) {
-      float* lse = all.lse + (row * all.n_heads + head + each) * all.n_queries + query;
+      float* lse = all.lse_at(row, query, head + each);
       for (int64_t first = 0; first < n; first += BLOCK) {
         const int64_t at = each * QUERIES + first, n_rows = std::min(BLOCK, n - first);
         float factors[BLOCK];
@@ -161,14 +124,14 @@ void forward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
           factors[i] = sees_nothing ? 0 : 1 / sums[at + i];
           lse[first + i] = sees_nothing ? HIDDEN : tops[at + i] + std::log(sums[at + i]);
         }
-        store_tokens(out + at * W, factors, all.out.at(row, query + first, head + each), all.out.of_token, n_rows, C);
+        store_tokens(out + at * W, factors, all.out.at<Bf16>(row, query + first, head + each), all.out.of_token, n_rows, C);
       }
     }
   });
 }
 
 size_t backward_bytes(const Attention& all) {
-  const int64_t W = width_of(all);
+  const int64_t W = all.width();
   return 2 * (4 * HEADS * QUERIES * W + 3 * KEYS * W + 3 * QUERIES * KEYS) +
          4 * (HEADS * QUERIES * (W + 2) + 2 * KEYS * W + 2 * all.n_keys * W) + 2048;
 }
@@ -184,7 +147,7 @@ struct Factors {
       Whole weights[2], grads_of[2];
       for (int64_t one = 0; one < 2; one++) {
         const int64_t at = row + one;
-        const Lanes found = patch.scores(sums, i, j, at, factor), grad = load_row(grad_sums, at);
+        const Lanes found = scores_of(patch, sums, i, j, at, factor), grad = load_row(grad_sums, at);
         const __m512 less = _mm512_set1_ps(lse[at]), mean = _mm512_set1_ps(means[at]);
         const __m512 low = weight(_mm512_sub_ps(found.low, less)), high = weight(_mm512_sub_ps(found.high, less));
         weights[one] = narrow(low, high);
@@ -241,12 +204,12 @@ void store_sums(const float* sums, Heads to, int64_t row, int64_t head, int64_t 
   for (int64_t token = 0; token < n; token++)
     for (int64_t c = 0; c < n_channels; c += BLOCK) {
       const float* at = sums + token * width + c;
-      store(to.at(row, token, head) + c, narrow(_mm512_load_ps(at), _mm512_load_ps(at + TILE_ROWS)), n_channels - c);
+      store(to.at<Bf16>(row, token, head) + c, narrow(_mm512_load_ps(at), _mm512_load_ps(at + TILE_ROWS)), n_channels - c);
     }
 }
 
 void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
-  const int64_t C = all.n_channels, W = width_of(all);
+  const int64_t C = all.n_channels, W = all.width();
   alignas(64) float sums[BLOCK_SUMS], grad_sums[BLOCK_SUMS];
   const float ones[BLOCK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                              1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -275,20 +238,20 @@ void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) 
     for (int64_t each = 0; each < n_heads; each++) {
       const int64_t at = each * QUERIES;
       std::fill_n(dq + at * W, blocks_of(n) * BLOCK * W, 0.0f);
-      const Bf16 *q_at = all.q.at(row, query, head + each), *grad_at = all.grad.at(row, query, head + each);
+      const Bf16 *q_at = all.q.at<Bf16>(row, query, head + each), *grad_at = all.grad.at<Bf16>(row, query, head + each);
       pack_tokens(q + at * W, q_at, all.q.of_token, n, C, W);
       pack_tokens(grad + at * W, grad_at, all.grad.of_token, n, C, W);
       pack_channels(q_channels + at * W, q_at, all.q.of_token, n, C);
       pack_channels(grad_channels + at * W, grad_at, all.grad.of_token, n, C);
-      products_of(means + at, grad_at, all.grad.of_token, all.out.at(row, query, head + each), all.out.of_token, n, C);
-      const float* given = all.lse + (row * all.n_heads + head + each) * all.n_queries + query;
+      products_of(means + at, grad_at, all.grad.of_token, all.out.at<Bf16>(row, query, head + each), all.out.of_token, n, C);
+      const float* given = all.lse_at(row, query, head + each);
       for (int64_t i = 0; i < n; i++) lse[at + i] = given[i] == HIDDEN ? 0 : given[i];
     }
     const auto prepare = [&](const Patch& patch) {
-      const Bf16* keys = all.k.at(row, patch.key, kv_head);
+      const Bf16* keys = all.k.at<Bf16>(row, patch.key, kv_head);
       pack_columns(k, keys, all.k.of_token, patch.n_keys, C, W);
       pack_inner(k_inner, keys, all.k.of_token, patch.n_keys, C);
-      pack_columns(v, all.v.at(row, patch.key, kv_head), all.v.of_token, patch.n_keys, C, W);
+      pack_columns(v, all.v.at<Bf16>(row, patch.key, kv_head), all.v.of_token, patch.n_keys, C, W);
       std::fill_n(dk_of, patch.key_blocks() * BLOCK * W, 0.0f);
       std::fill_n(dv_of, patch.key_blocks() * BLOCK * W, 0.0f);
     };
@@ -334,7 +297,7 @@ void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) 
     each_patch(piece, row, query, n, head, n_heads, prepare, compute, end);
     for (int64_t each = 0; each < n_heads; each++)
       for (int64_t first = 0; first < n; first += BLOCK)
-        store_tokens(dq + (each * QUERIES + first) * W, ones, all.dq.at(row, query + first, head + each),
+        store_tokens(dq + (each * QUERIES + first) * W, ones, all.dq.at<Bf16>(row, query + first, head + each),
                      all.dq.of_token, std::min(BLOCK, n - first), C);
   });
   store_sums(dk, all.dk, row, kv_head, all.n_keys, C, W);
@@ -342,13 +305,11 @@ void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) 
 }
 
 template <class Pass>
-int each_head(const Attention& all, int64_t first, int64_t n, size_t bytes, Pass pass) {
-  Room room(bytes);
-  if (!room.is_there()) return 1;
+int with_tiles(const Attention& all, int64_t first, int64_t n, size_t bytes, Pass pass) {
   configure_tiles();
-  for (int64_t each = first; each < first + n; each++) pass(all, each / all.n_kv_heads, each % all.n_kv_heads, room);
+  const int failed = each_kv_head(all, first, n, bytes, pass);
   release_tiles();
-  return 0;
+  return failed;
 }
 
 }  // namespace
@@ -360,11 +321,11 @@ int prepare() { return may_use_tiles(); }
 
 // Some of the B * G key-value heads of all rows: out and lse. 1: there is no memory.
 int forward(const Attention* all, int64_t first, int64_t n) {
-  return each_head(*all, first, n, forward_bytes(*all), forward_of);
+  return with_tiles(*all, first, n, forward_bytes(*all), forward_of);
 }
 
 // The same: dq, dk and dv.
 int backward(const Attention* all, int64_t first, int64_t n) {
-  return each_head(*all, first, n, backward_bytes(*all), backward_of);
+  return with_tiles(*all, first, n, backward_bytes(*all), backward_of);
 }
 }

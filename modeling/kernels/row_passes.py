@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
+from modeling.kernels import native
 from modeling.kernels.direct import is_plain
 from modeling.kernels.threads import each_part, row_parts
 
 SOURCE = Path(__file__).with_name("rows.cpp")
-OPTIONS = ("-O3", "-std=c++17", "-march=native", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BLOCK = 256  # rows whose gradients by the weight are one sum, as in rows.cpp
 Pointer, Number, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+why_not = functools.partial(native.why_not, SOURCE, native.EXACT)
+library = functools.partial(native.library, SOURCE, native.EXACT)
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -33,30 +35,6 @@ def fits(*tensors: Tensor) -> bool:
     if dtype not in NAMES or any(not each.is_cpu or each.dtype != dtype for each in tensors):
         return False
     return is_plain(tensors) and why_not() is None
-
-
-def why_not() -> str | None:
-    """Why the passes are not used, in one line; None where they are. Compiles them."""
-    return LEFT_OUT.get(SOURCE) or problem()
-
-
-@functools.cache
-def problem() -> str | None:
-    """Why the passes cannot be used on this machine; None where they can."""
-    try:
-        library()
-    except NotBuilt as error:
-        return str(error)
-    return None
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The passes, compiled if need be for this processor. Raises NotBuilt where they cannot be."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return loaded(built(SOURCE, OPTIONS, also=features.encode()))
 
 
 def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:

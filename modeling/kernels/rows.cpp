@@ -8,33 +8,9 @@
 #include <cstring>
 #include <vector>
 
+#include "numbers.h"
+
 namespace {
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float wide(float number) { return number; }
-inline float wide(Bf16 number) {
-  const uint32_t bits = uint32_t(number.bits) << 16;
-  float made;
-  std::memcpy(&made, &bits, sizeof made);
-  return made;
-}
-
-template <class Number>
-Number rounded(float number);
-template <>
-inline float rounded<float>(float number) {
-  return number;
-}
-template <>
-inline Bf16 rounded<Bf16>(float number) {  // to the nearest, and of two to the even one
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof bits);
-  const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-  return {uint16_t(number != number ? quiet : nearest)};
-}
 
 constexpr int64_t BLOCK = 256;  // rows whose gradients by the weight are summed one after another
 
@@ -103,21 +79,6 @@ void rotate(const Number* heads, const Number* cosines, const Number* sines, Num
   }
 }
 
-// exp(x) for x <= 0, to two units in the last place: 2^whole times the Taylor polynomial of the rest. What is less than
-// 2^-126 is 0.
-inline float exponential(float x) {
-  x = x < -104.0f ? -104.0f : x;  // what is not a number stays so
-  const float whole = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounded: such sums have no fraction
-  const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  float sum = 1.0f / 720;
-  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + term;
-  const int32_t exponent = int32_t(whole) + 127;
-  const uint32_t bits = exponent > 0 ? uint32_t(exponent) << 23 : 0;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return sum * power;
-}
-
 constexpr int64_t SUMMED = 1024;  // exponentials that are summed in fp32; further sums are in fp64
 
 // Each target's cross-entropy and logsumexp (both 0 where it is ignored). With writes the logits are overwritten by the
@@ -128,9 +89,7 @@ void cross_entropy(Number* logits, const int64_t* targets, float* losses, float*
   std::vector<float> room(width);
   float* exponentials = room.data();
   for (int64_t row = 0; row < n; row++, logits += width) {
-    float largest = -INFINITY;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < width; i++) largest = std::max(largest, wide(logits[i]));
+    const float largest = greatest(logits, width, -INFINITY);
     double total = 0;
     for (int64_t begin = 0; begin < width; begin += SUMMED) {
       float sum = 0;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modeling.context import Context, attention_mask
 from modeling.dropout import ScoreDropout
-from modeling.kernels import attention_tiles
+from modeling.kernels import attention_passes
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
@@ -122,10 +122,10 @@ def term_attention(
 
     Values have as many channels as keys. Where weights are dropped, queries and keys are those of whole samples.
 
-    On a CPU all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took 1.4 times as long over packed
-    documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23), since it prepares a product for
-    each new shape. With AMX bf16 is computed in C++ (modeling.kernels.attention_tiles), unless there are a cap, a bias
-    that is trained, or dropout.
+    On a CPU it is computed in C++ (modeling.kernels.attention_passes), unless there are a cap, a bias that is trained,
+    or dropout, or the dtype is fp16. Else all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took
+    1.4 times as long over packed documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23),
+    since it prepares a product for each new shape.
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
@@ -148,8 +148,8 @@ class _PieceAttention(torch.autograd.Function):
     ) -> Tensor:
         added = pairs.added(bias_HN)
         is_plain = bias_HN is None and cap is None and dropout is None
-        if is_plain and attention_tiles.fits(q_BQHC, k_BSGC, v_BSGC):
-            out_BQHC, lse_BHQ = attention_tiles.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
+        if is_plain and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC):
+            out_BQHC, lse_BHQ = attention_passes.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
         else:
             out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
             if sinks_H is not None:
@@ -163,9 +163,9 @@ class _PieceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = ctx.saved_tensors
         dbias_HN = None
-        if ctx.is_plain and attention_tiles.fits(q_BQHC, k_BSGC, v_BSGC):
+        if ctx.is_plain and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC):
             given = (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ)
-            grads = attention_tiles.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
+            grads = attention_passes.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
         else:
             *grads, dbias_HN = _backward_widely(ctx, grad_BQHC)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)

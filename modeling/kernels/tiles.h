@@ -12,8 +12,9 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+
+#include "blocks.h"
 
 namespace {
 
@@ -21,8 +22,7 @@ using Bf16 = uint16_t;
 using Half = __m256i;   // 16 numbers in bf16
 using Whole = __m512i;  // 32 numbers in bf16
 
-constexpr int64_t TILE_ROWS = 16;
-constexpr int64_t BLOCK = 32;            // rows and columns of a block of sums; numbers in a row of a tile
+constexpr int64_t TILE_ROWS = 16;        // a row has BLOCK numbers; a block of sums has four tiles of them
 constexpr int64_t TILE = 512;            // numbers in a tile
 constexpr int64_t STEP = 2 * TILE;       // two tiles of a factor side by side: what one step of a product takes
 constexpr int64_t SUMS = 256;            // sums in a tile
@@ -239,34 +239,5 @@ inline void transpose_pairs(Bf16* to, const Bf16* low, const Bf16* high) {
     to += TILE;
   }
 }
-
-// Memory of this thread, kept from call to call and cut into parts whose contents are arbitrary.
-class Room {
- public:
-  explicit Room(size_t bytes) {
-    static thread_local struct Kept {
-      char* start = nullptr;
-      size_t size = 0;
-      ~Kept() { std::free(start); }
-    } kept;
-    if (kept.size < bytes) {
-      std::free(kept.start);
-      kept.size = (bytes + bytes / 16 + 63) / 64 * 64;
-      kept.start = static_cast<char*>(std::aligned_alloc(64, kept.size));
-      if (kept.start == nullptr) kept.size = 0;
-    }
-    next_ = kept.start;
-  }
-  bool is_there() const { return next_ != nullptr; }
-  template <class Number>
-  Number* take(int64_t n) {
-    Number* taken = reinterpret_cast<Number*>(next_);
-    next_ += (n * sizeof(Number) + 63) / 64 * 64;
-    return taken;
-  }
-
- private:
-  char* next_;
-};
 
 }  // namespace

@@ -10,7 +10,7 @@ import torch
 from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
 
 VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
-OPTIONS = ("-O3", "-w", "-std=c++17", *VECTORS, "-mamx-tile", "-mamx-bf16")
+OPTIONS = ("-O3", "-w", "-std=c++17", "-fopenmp-simd", *VECTORS, "-mamx-tile", "-mamx-bf16")
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from launcher.training import compiling, cpp_kernels
 from launcher.training.compiling import missing_compiler
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
-from modeling.kernels import attention_tiles, expert_tiles, row_passes, tiles
+from modeling.kernels import attention_passes, expert_tiles, native, row_passes, tiles
 from modeling.kernels.fuse import compiled, plainly
 from parallel.config import ParallelConfig
 from parallel.mesh import close_mesh, open_mesh
@@ -91,22 +91,26 @@ def test_where_one_rank_cannot_compile_none_does() -> None:
     assert run_ranks(fuse_in_rank, 2, 2, timeout_seconds=100, threads=1) == [(True, [])] * 2
 
 
-SOURCES = {"rows": row_passes.SOURCE, "experts": expert_tiles.SOURCE, "attention": attention_tiles.SOURCE}
+KERNELS = {
+    "rows": (row_passes.SOURCE, row_passes.why_not),
+    "attention": (attention_passes.VECTORS, attention_passes.why_not),
+    "attention on units": (attention_passes.TILES, attention_passes.why_not_tiles),
+    "experts": (expert_tiles.SOURCE, expert_tiles.why_not),
+}
 
 
 def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
-    """In a rank: why it does not take each of SOURCES in C++, and what is told; rank 1 lacks one of them."""
-    told, lacks = list[str](), SOURCES.get(lacking) if os.environ["RANK"] == "1" else None
+    """In a rank: why it does not take each of KERNELS, and what is told; rank 1 lacks one of them."""
+    told, lacks = list[str](), KERNELS[lacking][0] if lacking in KERNELS and os.environ["RANK"] == "1" else None
     mesh = open_mesh(ParallelConfig(), 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_passes, "problem", lambda: "no space left" if lacks == row_passes.SOURCE else None)
+        patch.setattr(native, "problem", lambda source, further: "no space left" if lacks == source else None)
         patch.setattr(tiles, "problem", lambda source: "no matrix units" if lacks == source else None)
         patch.setattr(cpp_kernels, "has_matrix_units", lambda: lacks is None)
         config = load_config("configs/quickstart.yaml", ["train.precision=bf16"])
         share = partial(compiling.first_problem, mesh)
         cpp_kernels.tell_of_missing_kernels(config, torch.device("cpu"), told.append, share)
-        kernels = (row_passes, expert_tiles, attention_tiles)
-        found = dict(zip(SOURCES, (kernel.why_not() for kernel in kernels), strict=True))
+        found = {name: why_not() for name, (_, why_not) in KERNELS.items()}
     close_mesh()
     return found, told
 
@@ -115,8 +119,9 @@ def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
     ("lacking", "problem"),
     [
         ("rows", "no space left"),
+        ("attention", "no space left"),
+        ("attention on units", "no matrix units"),
         ("experts", "no matrix units"),
-        ("attention", "no matrix units"),
         ("nothing", None),
     ],
 )
@@ -124,9 +129,9 @@ def test_a_kernel_that_one_rank_lacks_is_taken_by_none(lacking: str, problem: st
     """Else what ranks of tp have in common would differ by rounding, and a token's experts with it."""
     first, second = run_ranks(kernels_in_rank, 2, lacking, timeout_seconds=100, threads=1)
     given = None if problem is None else f"rank 1 (dp 1): {problem}"
-    assert first[0] == second[0] == {name: given if name == lacking else None for name in SOURCES}
+    assert first[0] == second[0] == {name: given if name == lacking else None for name in KERNELS}
     line = [] if given is None else [f"kernels in C++ are not used, so steps take longer: {given}"]
-    assert (first[1], second[1]) == (line, line if lacking == "rows" else [])
+    assert (first[1], second[1]) == (line, line if problem == "no space left" else [])
 
 
 def test_on_is_refused_without_a_compiler(

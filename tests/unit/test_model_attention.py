@@ -15,6 +15,7 @@ from modeling.attention import build_attention
 from modeling.config import AttentionGate, MLAConfig, ModelConfig
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
+from modeling.kernels import attention_passes
 from modeling.kernels.attention import attend, fits_rows, has_fast_rows
 from modeling.kernels.widths import widened
 from modeling.pieces import QUERY_BLOCK, cut_documents
@@ -38,6 +39,7 @@ from packed_heads import FEW, contexts, heads
     drops=st.booleans(),
     block=st.sampled_from([1, 3, QUERY_BLOCK]),
     seed=st.integers(0, 99),
+    in_cpp=st.booleans(),
 )
 def test_attend_equals_reference(
     context: Context,
@@ -52,12 +54,14 @@ def test_attend_equals_reference(
     drops: bool,
     block: int,
     seed: int,
+    in_cpp: bool,
 ) -> None:
     """Outputs and gradients, fp32: 1e-5, rounding of sums in another order. Values may be narrower than keys.
 
-    Of real tokens: nobody looks at what padding attends to.
+    Of real tokens: nobody looks at what padding attends to. A machine without a compiler has torch's kernel alone.
     """
     n_heads = n_kv_heads * groups
+    fits = attention_passes.fits if in_cpp else lambda *_: False
     ours, references = (heads(context, n_heads, n_kv_heads, seed, d_v=d_v) for _ in range(2))
     found = []
     for tensors, kernel in ((ours, partial(attend, block=block)), (references, attend_reference)):
@@ -72,12 +76,16 @@ def test_attend_equals_reference(
             cap,
             ScoreDropout(0.3, torch.arange(context.positions_BS.shape[0]), range(n_heads)) if drops else None,
         )
-        found.append(kernel(*tensors[:3], context, window, terms))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_passes, "fits", fits)
+            found.append(kernel(*tensors[:3], context, window, terms))
     is_real_BS11 = (context.documents_BS != PADDING)[..., None, None]
     out, reference = found
     torch.testing.assert_close(out * is_real_BS11, reference * is_real_BS11, rtol=1e-5, atol=1e-5)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)) * is_real_BS11
-    (out * weights).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_passes, "fits", fits)
+        (out * weights).sum().backward()
     (reference * weights).sum().backward()
     for mine, theirs in zip(ours, references, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
@@ -108,8 +116,13 @@ def passes_of_two(dtype: torch.dtype, *, together: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("in_cpp", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_kept_between_calls_is_no_part_of_a_result(dtype: torch.dtype) -> None:
+def test_what_is_kept_between_calls_is_no_part_of_a_result(
+    dtype: torch.dtype, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_cpp:
+        monkeypatch.setattr(attention_passes, "fits", lambda *_: False)
     for one, other in zip(passes_of_two(dtype, together=True), passes_of_two(dtype, together=False), strict=True):
         assert torch.equal(one, other)
 
@@ -117,6 +130,7 @@ def test_what_is_kept_between_calls_is_no_part_of_a_result(dtype: torch.dtype) -
 def test_planted_a_result_in_kept_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself sees that a result's memory was written to again."""
     kept = term_kernels.SCRATCH
+    monkeypatch.setattr(attention_passes, "fits", lambda *_: False)
     monkeypatch.setattr(term_kernels, "room_for", lambda heads, name: kept.take(name, heads.shape, heads))
     with pytest.raises(RuntimeError, match="modified inplace"):
         passes_of_two(torch.float32, together=True)

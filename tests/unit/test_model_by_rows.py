@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpp_passes import broken_for_vectors
 from launcher.training.compiling import fuse_of, usable_fuse
 from modeling.config import ModelConfig
-from modeling.kernels import by_rows, row_passes, threads
-from modeling.kernels.built import built, compiler_here, loaded
+from modeling.kernels import by_rows, native, row_passes, threads
+from modeling.kernels.built import compiler_here
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.norm import rms_norm
@@ -137,15 +138,9 @@ PLANTED = {
 @pytest.mark.usefixtures("in_cpp")
 def test_planted_faults_of_cpp_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the bounds of fp32 and bf16, of all cases; of roundings, by the very bits."""
-    before, after = PLANTED[fault]
-    source = row_passes.SOURCE.read_text()
-    assert before in source
-    broken = tmp_path / "rows.cpp"
-    broken.write_text(source.replace(before, after))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setitem(CASES, "many rows", (rms_norm, [(700, 40), (40,)], {"norm_eps": 1e-6, "adds_one": False}))
     assert not differing_bits() and not wrong_cases()
-    library = loaded(built(broken, row_passes.OPTIONS))
+    library = broken_for_vectors(row_passes.SOURCE, native.EXACT, tmp_path, PLANTED[fault])
     monkeypatch.setattr(row_passes, "library", lambda: library)
     assert wrong_cases() or differing_bits()
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.kernels import row_passes, threads
-from modeling.kernels.built import built, compiler_here, loaded
+from cpp_passes import broken_for_vectors
+from modeling.kernels import native, row_passes, threads
+from modeling.kernels.built import compiler_here
 from modeling.loss import IGNORE, losses_and_gradient
 
 GRADIENT_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -128,14 +129,9 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = PLANTED[fault]
-    source = row_passes.SOURCE.read_text()
-    assert before in source
-    broken = tmp_path / "rows.cpp"
     # targets that are ignored have a place, lest the fault read outside of the logits
-    broken.write_text(source.replace(before, after).replace("[targets[row]]", "[std::max(int64_t(0), targets[row])]"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    library = loaded(built(broken, row_passes.OPTIONS))
+    within = ("[targets[row]]", "[std::max(int64_t(0), targets[row])]")
+    library = broken_for_vectors(row_passes.SOURCE, native.EXACT, tmp_path, PLANTED[fault], within)
     monkeypatch.setattr(row_passes, "library", lambda: library)
     with pytest.raises(AssertionError):
         check((40, 1030), torch.float32)

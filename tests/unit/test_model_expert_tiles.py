@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cpp_passes import KINDS, NEEDS_VECTORS, broken_for_units, on_units
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.training import cpp_kernels
@@ -20,7 +21,6 @@ from launcher.training.cpu_room import product_bytes
 from modeling.kernels import built as kernels_built
 from modeling.kernels import expert_tiles, row_passes, tiles
 from modeling.kernels.experts import Ways, count_pairs, experts_over_rows, place_rows
-from tile_passes import KINDS, LACKS, passes_of, take_broken
 
 WHY_NOT = expert_tiles.why_not
 NAMES = ("out_TD", "hidden_TD", "weights_TK", "gate_EFD", "up_EFD", "down_EDF")
@@ -38,7 +38,11 @@ SIZES = (
 @pytest.fixture(scope="module", params=KINDS)
 def passes(request: pytest.FixtureRequest) -> Iterator[None]:
     """The passes are taken from the units, or from plain loops."""
-    yield from passes_of(expert_tiles, request.param)
+    library = on_units(expert_tiles.SOURCE, request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_tiles, "library", lambda: library)
+        patch.setattr(expert_tiles, "why_not", lambda: None)
+        yield
 
 
 class Drawn:
@@ -175,10 +179,12 @@ PLANTED = {
 }
 
 
-@pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
+@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_broken(monkeypatch, expert_tiles, *PLANTED[fault], tmp_path)
+    library = broken_for_units(expert_tiles.SOURCE, tmp_path, PLANTED[fault])
+    monkeypatch.setattr(expert_tiles, "library", lambda: library)
+    monkeypatch.setattr(expert_tiles, "why_not", lambda: None)
     with pytest.raises(AssertionError):
         check(Drawn((2500, 64, 96, 2, 1, 1)))
 

@@ -1,15 +1,14 @@
-"""Attention in bf16 on a processor with matrix units (AMX), both passes in C++ (attention_tiles.cpp).
+"""Attention on a CPU in C++, both passes: all pieces of packed documents in one call.
 
-torch's kernel on a CPU is a call of oneDNN's or MKL's for each product of some 32 queries, which costs more than the
-numbers, and computes what a mask hides. Here blocks of 32 queries and 32 keys of which no pair is seen are left out,
-and all products of a head are in one call. Scores, weights and their sums are in fp32; what products take is rounded to
-bf16, as FlashAttention does on a GPU.
+torch's kernel on a CPU is a call of oneDNN's or MKL's for each product of some 32 queries, and computes what a mask
+hides. Here blocks of 32 queries and 32 keys of which no pair is seen are left out. Scores, weights and their sums are
+in fp32. In bf16 a processor with matrix units (AMX) multiplies on these (attention_tiles.cpp), with factors rounded to
+bf16, as FlashAttention does on a GPU. Any other processor, and fp32, multiply in fp32 (attention_vectors.cpp).
 
 Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head.
 """
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,21 +16,22 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels import tiles
+from modeling.kernels import native, tiles
 from modeling.kernels.blocks import additive
 from modeling.kernels.direct import is_plain
 from modeling.kernels.threads import each_part
 from modeling.pieces import Piece
 
-SOURCE = Path(__file__).with_name("attention_tiles.cpp")
-NAME = "attention_tiles"  # of these passes in a profile
+TILES = Path(__file__).with_name("attention_tiles.cpp")
+VECTORS = TILES.with_name("attention_vectors.cpp")
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+NAME = "attention_passes"  # in a profile
 
-why_not = functools.partial(tiles.why_not, SOURCE)
-library = functools.partial(tiles.library, SOURCE)
+Pass = Callable[..., int]
 
 
 class Heads(ctypes.Structure):
-    """``Heads`` of attention_tiles.h."""
+    """``Heads`` of attention.h."""
 
     _fields_ = [
         ("start", ctypes.c_void_p),
@@ -40,7 +40,7 @@ class Heads(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """``Attention`` of attention_tiles.h."""
+    """``Attention`` of attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("n_queries", "n_keys", "n_heads", "n_kv_heads", "n_channels")),
@@ -52,15 +52,36 @@ class Attention(ctypes.Structure):
     ]
 
 
+def why_not_tiles() -> str | None:
+    """Why bf16 is not multiplied on matrix units, in one line; None where it is. Compiles the passes."""
+    return tiles.why_not(TILES)
+
+
+def why_not() -> str | None:
+    """Why vectors are not used, in one line; None where they are. Compiles the passes."""
+    return native.why_not(VECTORS, native.FUSED)
+
+
+def passes_of(dtype: torch.dtype) -> tuple[Pass, Pass] | None:
+    """The forward and the backward pass for heads of this dtype on this machine; None where there are none."""
+    if dtype == torch.bfloat16 and why_not_tiles() is None:
+        library = tiles.library(TILES)
+        return library.forward, library.backward
+    if dtype not in NAMES or why_not() is not None:
+        return None
+    library, name = native.library(VECTORS, native.FUSED), NAMES[dtype]
+    return getattr(library, f"forward_{name}"), getattr(library, f"backward_{name}")
+
+
 def fits(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> bool:
-    """Whether this processor has the units, C++ can be compiled, and these are whole sequences in bf16.
+    """Whether C++ computes the attention of these: whole sequences on a CPU, in fp32 or bf16, and it can be compiled.
 
     Values have as many channels as keys.
     """
-    given = (q_BQHC, k_BSGC, v_BSGC)
-    if any(each.dtype != torch.bfloat16 or not each.is_cpu for each in given) or not is_plain(given):
+    given, dtype = (q_BQHC, k_BSGC, v_BSGC), q_BQHC.dtype
+    if any(each.dtype != dtype or not each.is_cpu for each in given) or not is_plain(given):
         return False
-    return q_BQHC.shape[1] == k_BSGC.shape[1] and q_BQHC.numel() > 0 and why_not() is None
+    return q_BQHC.shape[1] == k_BSGC.shape[1] and q_BQHC.numel() > 0 and passes_of(dtype) is not None
 
 
 def forward(
@@ -71,7 +92,7 @@ def forward(
     added: Callable[[Piece], Tensor],
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The attention (B, Q, H, C) of all pieces, in bf16, and the log of its normalizers (B, H, Q), in fp32.
+    """The attention (B, Q, H, C) of all pieces, in their dtype, and the log of its normalizers (B, H, Q), in fp32.
 
     ``added(piece)`` is the piece's mask, as ``attend_block`` takes it; each query is in one piece. Sinks join each
     softmax. ``fits`` must be true.
@@ -81,7 +102,7 @@ def forward(
     batch, n_queries, n_heads, _ = q_BQHC.shape
     lse_BHQ = q_BQHC.new_empty((batch, n_heads, n_queries), dtype=torch.float32)
     tensors = {"q": q_BQHC, "k": k_BSGC, "v": v_BSGC, "out": out_BQHC}
-    call("forward", tensors, lse_BHQ, pieces, added, sinks_H)
+    call(0, tensors, lse_BHQ, pieces, added, sinks_H)
     return out_BQHC, lse_BHQ
 
 
@@ -95,27 +116,31 @@ def backward(
     pieces: Sequence[Piece],
     added: Callable[[Piece], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by queries, keys and values, in bf16, from what ``forward`` was given and returned."""
+    """The gradients by queries, keys and values, in their dtype, from what ``forward`` was given and returned."""
     tensors = {"q": q_BQHC, "k": k_BSGC, "v": v_BSGC, "out": out_BQHC, "grad": grad_BQHC}
     tensors = {name: each if each.stride(-1) == 1 else each.contiguous() for name, each in tensors.items()}
     dq_BQHC, dk_BSGC, dv_BSGC = (each.new_empty(each.shape) for each in (q_BQHC, k_BSGC, v_BSGC))
-    call("backward", {**tensors, "dq": dq_BQHC, "dk": dk_BSGC, "dv": dv_BSGC}, lse_BHQ, pieces, added, None)
+    call(1, {**tensors, "dq": dq_BQHC, "dk": dk_BSGC, "dv": dv_BSGC}, lse_BHQ, pieces, added, None)
     return dq_BQHC, dk_BSGC, dv_BSGC
 
 
 def call(
-    name: str,
+    which: int,
     tensors: dict[str, Tensor],
     lse_BHQ: Tensor,
     pieces: Sequence[Piece],
     added: Callable[[Piece], Tensor],
     sinks_H: Tensor | None,
 ) -> None:
-    """Runs a pass over all rows and key-value heads, in as many threads as torch uses. Raises MemoryError."""
+    """Runs one of ``passes_of`` over all rows and key-value heads, in as many threads as torch uses.
+
+    Raises MemoryError.
+    """
     batch, n_queries, n_heads, n_channels = tensors["q"].shape
     _, n_keys, n_kv_heads, _ = tensors["k"].shape
     assert tensors["k"].shape == tensors["v"].shape == (batch, n_keys, n_kv_heads, n_channels)
     assert all(tensors[each].shape == tensors["q"].shape for each in ("out", "grad") if each in tensors)
+    assert all(each.dtype == tensors["q"].dtype for each in tensors.values())
     assert lse_BHQ.is_contiguous() and n_heads % n_kv_heads == 0
     masks = [additive(added(piece), torch.float32) for piece in pieces]  # kept until the end of the call
     numbers = [number for pair in zip(pieces, masks, strict=True) for number in numbers_of(*pair)]
@@ -128,7 +153,9 @@ def call(
         sinks=None if sinks_H is None else sinks_H.data_ptr(),
         pieces=ctypes.addressof(of_pieces),
     )
-    run = getattr(library(), name)
+    passes = passes_of(tensors["q"].dtype)
+    assert passes is not None
+    run = passes[which]
 
     def compute(part: tuple[int, int]) -> int:
         return run(ctypes.byref(given), *(ctypes.c_int64(number) for number in part))

@@ -1,10 +1,11 @@
-"""Attention's passes in C++ (attention_tiles.cpp): against the formula and fp32.
+"""Attention's passes in C++ (attention_tiles.cpp, attention_vectors.cpp): against the formula, fp32 and fp64.
 
-On a processor with matrix units they are tested as they run, and everywhere with vectors of bf16 once more with plain
-loops in the units' place.
+Those for matrix units are tested as they run where there are such units, and where there are vectors of bf16 once more
+with plain loops in the units' place.
 """
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,36 +14,54 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from cpp_passes import KINDS, NEEDS_COMPILER, NEEDS_VECTORS, broken_for_units, broken_for_vectors, on_units
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels import attention_tiles
+from modeling.kernels import attention_passes, native
 from modeling.kernels.attention import attend
 from modeling.pieces import Piece
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
 from packed_heads import FEW, contexts, heads
-from tile_passes import KINDS, LACKS, passes_of, take_broken
 
+pytestmark = pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
+WHY_NOT_TILES, PASSES_OF = attention_passes.why_not_tiles, attention_passes.passes_of
 BF16 = torch.bfloat16
 NAMES = ("out", "q", "k", "v")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["vectors", *KINDS])
 def passes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The passes are taken from the units, or from plain loops."""
-    yield from passes_of(attention_tiles, request.param)
+    """bf16 is computed by vectors, or on units, or by plain loops in the units' place."""
+    with pytest.MonkeyPatch.context() as patch:
+        take(patch, None if request.param == "vectors" else on_units(attention_passes.TILES, request.param))
+        yield
+
+
+def take(patch: pytest.MonkeyPatch, on_units: ctypes.CDLL | None) -> None:
+    """From now on bf16 is computed by this library for matrix units; None: by vectors."""
+    passes_of = attention_passes.passes_of
+
+    def taken(dtype: torch.dtype) -> tuple[attention_passes.Pass, attention_passes.Pass] | None:
+        if dtype == BF16 and on_units is not None:
+            return on_units.forward, on_units.backward
+        return passes_of(dtype)
+
+    patch.setattr(attention_passes, "why_not_tiles", lambda: "vectors are wanted")
+    patch.setattr(attention_passes, "passes_of", taken)
 
 
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list to which each pass in C++ adds its name."""
-    names, call = [], attention_tiles.call
+    names, call = [], attention_passes.call
 
-    def told(name: str, *given: object) -> None:
-        names.append(name)
-        call(name, *given)  # type: ignore[arg-type]
+    def told(which: int, *given: object) -> None:
+        names.append(("forward", "backward")[which])
+        call(which, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention_tiles, "call", told)
+    monkeypatch.setattr(attention_passes, "call", told)
     return names
 
 
@@ -57,6 +76,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     has_sinks=st.booleans(),
     block=st.integers(1, 9),
     seed=st.integers(0, 99),
+    dtype=st.sampled_from([BF16, torch.float32]),
 )
 def test_numbers_are_the_formulas(
     passes: None,
@@ -69,10 +89,11 @@ def test_numbers_are_the_formulas(
     has_sinks: bool,
     block: int,
     seed: int,
+    dtype: torch.dtype,
 ) -> None:
-    """Outputs and gradients to 0.04: a few of bf16's roundings of numbers below 4. Of real tokens."""
-    n_heads = n_kv_heads * groups
-    ours, references = (heads(context, n_heads, n_kv_heads, seed, BF16, d_v=d_v) for _ in range(2))
+    """Outputs and gradients to 0.04: a few of bf16's roundings of numbers below 4. In fp32 to 1e-5. Of real tokens."""
+    n_heads, bound = n_kv_heads * groups, 0.04 if dtype == BF16 else 1e-5
+    ours, references = (heads(context, n_heads, n_kv_heads, seed, dtype, d_v=d_v) for _ in range(2))
     generator = torch.Generator().manual_seed(seed)
     sinks = [torch.randn(n_heads, generator=generator)] * 2 if has_sinks else [None, None]
     sinks = [None if each is None else each.clone().requires_grad_() for each in sinks]
@@ -90,7 +111,7 @@ def test_numbers_are_the_formulas(
             found.append([out * is_real_BS11, *(each.grad for each in tensors), *of_sinks])
         assert names == ["forward", "backward"]
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.04, atol=0.04)
+        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
 
 
 def packed(lengths: Sequence[int], n_rows: int = 1) -> Context:
@@ -120,16 +141,29 @@ class Drawn:
         return dict(zip(NAMES, (out.detach(), *(each.grad for each in given)), strict=True))
 
 
+def by_torch(drawn: Drawn, dtype: torch.dtype, window: int | None) -> dict[str, Tensor]:
+    """The passes by torch's kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_passes, "fits", lambda *_: False)
+        return drawn.passes(dtype, window)
+
+
+def check_wide(drawn: Drawn, window: int | None = None) -> None:
+    """Raises AssertionError where a tensor in fp32 lies farther from torch's than sums in another order."""
+    wanted, found = by_torch(drawn, torch.float32, window), drawn.passes(torch.float32, window)
+    for name in NAMES:
+        distance = float((found[name] - wanted[name]).norm() / wanted[name].norm())
+        assert distance < 1e-6, (name, distance)
+
+
 def check(drawn: Drawn, window: int | None = None) -> None:
     """Raises AssertionError where a tensor lies farther from fp32 than roundings take it.
 
-    The passes by torch round inputs and results alone. These round weights once more, and the gradients by scores, each
-    as much again, and errors that are independent add as squares do: a half more in all.
+    The passes by torch round inputs and results alone. On units weights are rounded once more, and the gradients by
+    scores, each as much again, and errors that are independent add as squares do: a half more in all.
     """
-    wanted, found = drawn.passes(torch.float32, window), drawn.passes(BF16, window)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_tiles, "fits", lambda *_: False)
-        usual = drawn.passes(BF16, window)
+    wanted, found = by_torch(drawn, torch.float32, window), drawn.passes(BF16, window)
+    usual = by_torch(drawn, BF16, window)
     for name in NAMES:
         distances = [float((each[name].float() - wanted[name]).norm()) for each in (found, usual)]
         assert distances[0] <= 1.6 * distances[1] < 2**-6 * float(wanted[name].norm()), (name, distances)
@@ -151,6 +185,13 @@ def test_output_and_gradients_are_near_to_fp32(
 ) -> None:
     """Documents of one block and of several pieces of keys; more query heads for a key than are computed at once."""
     check(Drawn(packed(lengths), sizes))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_fp32_differs_by_the_order_of_sums_alone(lengths: tuple[int, ...], sizes: tuple[int, int, int]) -> None:
+    check_wide(Drawn(packed(lengths), sizes))
+    check_wide(Drawn(packed(lengths, n_rows=2), sizes), 45)
 
 
 @pytest.mark.parametrize("window", [2, 32, 100, 290])
@@ -210,7 +251,7 @@ def test_memory_of_heads_may_lie_anyhow(passes: None) -> None:
     assert all(torch.equal(other[name], each) for name, each in drawn.passes().items())
 
 
-def check_mask(kind: str) -> None:
+def check_mask(kind: str, dtype: torch.dtype = BF16) -> None:
     """Raises AssertionError where a pass under random masks is not the formula's, to a few of bf16's roundings.
 
     Rows, or heads, see other keys each. Some queries see none, which gives zeros and -inf; some all, some none of a
@@ -228,14 +269,14 @@ def check_mask(kind: str) -> None:
         mask = (torch.randn(shape, generator=generator) * (kind == "of heads")).masked_fill_(
             ~sees[:, None], float("-inf")
         )
-    q, k, v, grad = (torch.randn(batch, seq_len, n_heads, 16, generator=generator).to(BF16) for _ in range(4))
+    q, k, v, grad = (torch.randn(batch, seq_len, n_heads, 16, generator=generator).to(dtype) for _ in range(4))
     pieces = [Piece(slice(0, batch), slice(first, first + 85), slice(0, seq_len)) for first in (0, 85)]
 
     def of_piece(piece: Piece) -> Tensor:
         return mask[..., piece.queries, piece.keys]
 
-    out, lse = attention_tiles.forward(q, k, v, pieces, of_piece)
-    grads = attention_tiles.backward(grad, q, k, v, out, lse, pieces, of_piece)
+    out, lse = attention_passes.forward(q, k, v, pieces, of_piece)
+    grads = attention_passes.backward(grad, q, k, v, out, lse, pieces, of_piece)
     given = [each.float().requires_grad_() for each in (q, k, v)]
     scores = torch.einsum("bqhc,bshc->bhqs", *given[:2]) / 4
     scores = scores.masked_fill(~sees[:, None], float("-inf")) + (0 if kind == "bool" else mask)
@@ -253,13 +294,14 @@ def test_masks_of_any_kind(passes: None, kind: str) -> None:
     check_mask(kind)
 
 
-def test_what_is_taken_in_c(passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16, of whole sequences; nothing that is fake, capped, biased or dropped."""
+def test_what_is_taken_in_cpp(passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 and bf16, of whole sequences; nothing that is fake, capped, biased or dropped."""
     context = packed((4, 8))
     q, k, v = heads(context, 4, 2, 0, BF16)
     names = called(monkeypatch)
     attend(q, k, v, context, None, ScoreTerms(sinks_H=torch.zeros(4)))
-    assert names == ["forward"]
+    attend(*(each.float() for each in (q, k, v)), context, None)
+    assert names == ["forward"] * 2
     for terms in (
         ScoreTerms(cap=3.0),
         ScoreTerms(bias_HN=torch.zeros(4, 5), buckets=Buckets(5, 9)),
@@ -267,63 +309,91 @@ def test_what_is_taken_in_c(passes: None, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         attend(q, k, v, context, None, terms).float().sum().backward()
     attend(*(each.half() for each in (q, k, v)), context, None)
-    attend(*(each.float() for each in (q, k, v)), context, None)
-    assert names == ["forward"]
-    assert attention_tiles.fits(q, k, v)
-    assert not attention_tiles.fits(q[:, -1:], k, v)  # one more token of a sequence that is kept
-    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
-        assert not attention_tiles.fits(*(mode.from_tensor(each) for each in (q, k, v)))
-    monkeypatch.setattr(attention_tiles, "why_not", lambda: "no units")
-    assert not attention_tiles.fits(q, k, v)
+    assert names == ["forward"] * 2
+    assert attention_passes.fits(q, k, v)
+    assert not attention_passes.fits(q[:, -1:], k, v)  # one more token of a sequence that is kept
+    with FakeTensorMode() as mode:
+        assert not attention_passes.fits(*(mode.from_tensor(each) for each in (q, k, v)))
 
 
-def check_some() -> None:
+def test_a_process_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix units for bf16, else vectors, else nothing."""
+    q, k, v = heads(packed((4, 8)), 4, 2, 0, BF16)
+    monkeypatch.setattr(attention_passes, "why_not_tiles", WHY_NOT_TILES)
+    monkeypatch.setattr(attention_passes, "passes_of", PASSES_OF)
+    assert attention_passes.fits(q, k, v)
+    monkeypatch.setattr(attention_passes, "why_not", lambda: "no compiler")
+    assert attention_passes.fits(q, k, v) == (WHY_NOT_TILES() is None)
+    assert not attention_passes.fits(q.float(), k.float(), v.float())
+    monkeypatch.setattr(attention_passes, "why_not_tiles", lambda: "no units")
+    assert not attention_passes.fits(q, k, v)
+
+
+def check_some(check: Callable[..., None] = check) -> None:
     """What planted faults are seen by."""
     check(Drawn(packed((420, 75)), (5, 1, 40)))
     check(Drawn(packed((400,)), (2, 1, 40)), 40)
-    check_mask("of rows")
+    check_mask("of rows", BF16 if check is not check_wide else torch.float32)
 
 
 def test_nothing_is_seen_where_nothing_is_planted(passes: None) -> None:
     check_some()
+    check_some(check_wide)
 
 
-PLANTED = {
+IN_BOTH = {
+    "blocks that are seen in part are taken whole": (": Seen::SOME", ": Seen::ALL"),
+    "blocks are taken as hidden": ("n_seen == 0 ? Seen::NOTHING", "n_seen < 100 ? Seen::NOTHING"),
+    "another row's mask": ("mask + at * piece->mask_of_query", "mask + at / 2 * piece->mask_of_query"),
+    "the first keys alone": ("key < piece.keys[1]; key += KEYS", "key < piece.keys[0] + 1; key += KEYS"),
+}
+ON_UNITS = {
+    "keys beyond the last are seen": ("n_changed == 0 && n == BLOCK", "n_changed == 0"),
     "a step of each product is left out": ("step < steps; step++", "step + 1 < steps; step++"),
-    "another mask's row": (
-        "mask + q * piece->mask_of_query + j * BLOCK;\n    const int64_t n",
-        "mask + j * BLOCK;\n    const int64_t n",
-    ),
-    "blocks that are seen in part are taken whole": ("sees_all ? Seen::ALL : Seen::SOME", "Seen::ALL"),
-    "keys beyond the last are seen": ("sees_all = n >= BLOCK", "sees_all = true"),
     "scores are not scaled": ("{_mm512_mul_ps(found.low, scale), _mm512_mul_ps(found.high, scale)}", "found"),
     "what was summed is kept as it was": ("weight(_mm512_sub_ps(before, top))", "_mm512_set1_ps(1.0f)"),
     "the greatest score is forgotten": ("_mm512_store_ps(tops + half, now);", ""),
-    "weights of other rows are summed": (
-        "sums[row] * kept[row] + _mm512_reduce_add_ps(totals[row])",
-        "sums[row] * kept[row] + _mm512_reduce_add_ps(totals[0])",
-    ),
+    "weights of other rows are summed": ("_mm512_reduce_add_ps(totals[row])", "_mm512_reduce_add_ps(totals[0])"),
     "the mean is not taken off": ("set1_ps(means[at])", "set1_ps(0.0f)"),
     "heads that share a key replace each other": ("add_product(dk_at,", "product(dk_at,"),
     "later pieces replace the first ones'": (
-        "_mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), _mm512_castsi512_ps(low[row])))",
-        "_mm512_store_ps(at, _mm512_castsi512_ps(low[row]))",
+        "_mm512_add_ps(_mm512_load_ps(at), _mm512_castsi512_ps(low[row]))",
+        "_mm512_castsi512_ps(low[row])",
     ),
     "keys' gradients are not transposed": ("    transpose(low);\n    transpose(high);\n", ""),
     "channels of the second half are lost": ("to += TILE;\n", ""),
     "hidden blocks keep what was there": ("made.clear();", ""),
     "hidden weights keep what was there": ("std::memset(weights + j * STEP, 0, STEP * sizeof(Bf16));", ""),
-    "gradients of scores are not scaled": (
-        "_mm512_mul_ps(low, factor), _mm512_sub_ps(grad.low",
-        "_mm512_mul_ps(low, _mm512_set1_ps(1.0f)), _mm512_sub_ps(grad.low",
-    ),
-    "the wrong head's queries": ("all.q.at(row, query, head + each)", "all.q.at(row, query, head)"),
+    "gradients of scores are not scaled": ("_mm512_mul_ps(low, factor)", "_mm512_mul_ps(low, _mm512_set1_ps(1.0f))"),
+    "the first head's queries": ("all.q.at<Bf16>(row, query, head + each)", "all.q.at<Bf16>(row, query, head)"),
+}
+BY_VECTORS = {
+    "a number of each product is left out": ("inner < n_inner; inner++", "inner + 1 < n_inner; inner++"),
+    "rows beyond whole eights are left out": ("take(multiply<1, ADDS>, 1);", ""),
+    "products replace what was there": ("*to = ADDS ? *to + low[row]", "*to = ADDS ? low[row]"),
+    "scores are not scaled": ("at[k] *= scale", "at[k] *= 1"),
+    "what was summed is kept as it was": ("kept = exponential(tops[row] - less)", "kept = 1"),
+    "the greatest score is forgotten": ("tops[row] = top;", ""),
+    "exponentials are coarse": ("{1.0f / 120, 1.0f / 24, ", "{1.0f / 24, "),
+    "the mean is not taken off": ("(grad[key] - mean)", "(grad[key] - 0)"),
+    "hidden keys keep their scores": ("std::fill_n(at, n, HIDDEN)", "0"),
+    "gradients by keys are those by values": ("Left{grads + at, 1, KEYS}", "Left{scores + at, 1, KEYS}"),
+    "the first head's queries": ("all.q, row, query, head + each", "all.q, row, query, head"),
 }
 
 
-@pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", [*IN_BOTH, *BY_VECTORS])
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_broken(monkeypatch, attention_tiles, *PLANTED[fault], tmp_path)
+    change = {**IN_BOTH, **BY_VECTORS}[fault]
+    library = broken_for_vectors(attention_passes.VECTORS, native.FUSED, tmp_path, change)
+    monkeypatch.setattr(attention_passes, "passes_of", lambda dtype: (library.forward_fp32, library.backward_fp32))
+    with pytest.raises(AssertionError):
+        check_some(check_wide)
+
+
+@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
+@pytest.mark.parametrize("fault", [*IN_BOTH, *ON_UNITS])
+def test_planted_faults_on_units_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, {**IN_BOTH, **ON_UNITS}[fault]))
     with pytest.raises(AssertionError):
         check_some()

@@ -1,0 +1,68 @@
+// Numbers in fp32 or bf16, computed with in fp32.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float wide(float number) { return number; }
+inline float wide(Bf16 number) {
+  const uint32_t bits = uint32_t(number.bits) << 16;
+  float made;
+  std::memcpy(&made, &bits, sizeof made);
+  return made;
+}
+
+template <class Number>
+Number rounded(float number);
+template <>
+inline float rounded<float>(float number) {
+  return number;
+}
+template <>
+inline Bf16 rounded<Bf16>(float number) {  // to the nearest, and of two to the even one
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  return {uint16_t(number != number ? quiet : nearest)};
+}
+
+// exp(x) for x <= 0, to two units in the last place: 2^whole times the Taylor polynomial of the rest. What is less than
+// 2^-126 is 0.
+inline float exponential(float x) {
+  x = x < -104.0f ? -104.0f : x;  // what is not a number stays so
+  const float whole = x * 1.44269504088896341f + 12582912.0f - 12582912.0f;  // rounded: such sums have no fraction
+  const float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  float sum = 1.0f / 720;
+  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + term;
+  const int32_t exponent = int32_t(whole) + 127;
+  const uint32_t bits = exponent > 0 ? uint32_t(exponent) << 23 : 0;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return sum * power;
+}
+
+// The greatest of n numbers and ``top``. What is not a number is passed over.
+template <class Number>
+inline float greatest(const Number* numbers, int64_t n, float top) {
+  constexpr int64_t LANES = 16;  // maxima that do not wait for each other
+  float tops[LANES];
+  for (float& each : tops) each = top;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+#pragma omp simd
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      const float number = wide(numbers[i + lane]);
+      tops[lane] = number > tops[lane] ? number : tops[lane];
+    }
+  for (; i < n; i++) tops[0] = wide(numbers[i]) > tops[0] ? wide(numbers[i]) : tops[0];
+  for (float each : tops) top = each > top ? each : top;
+  return top;
+}
+
+}  // namespace

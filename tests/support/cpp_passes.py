@@ -1,0 +1,64 @@
+"""Passes in C++, for tests: on matrix units as they run, or with plain loops in the units' place, or broken."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from modeling.kernels import native, tiles
+from modeling.kernels.built import compiler_here, loaded
+from modeling.kernels.tiles import has_matrix_units
+
+WITHOUT_TILES = "-DWITHOUT_TILES"
+KINDS = ("units", "loops")
+_HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()  # which loops use as units do
+NEEDS_COMPILER = "this machine has no C++ compiler" if compiler_here() is None else None
+NEEDS_VECTORS = NEEDS_COMPILER if _HAS_VECTORS else "this processor has no vectors of bf16 (AVX-512)"
+
+
+def on_units(source: Path, kind: str) -> ctypes.CDLL:
+    """The passes of a source for matrix units, of this one of KINDS. Skips the test where they cannot be here."""
+    if kind == "units" and not has_matrix_units():
+        pytest.skip("this processor has no matrix units (AMX)")
+    if NEEDS_VECTORS is not None:
+        pytest.skip(NEEDS_VECTORS)
+    options = tiles.OPTIONS if kind == "units" else (*tiles.OPTIONS, WITHOUT_TILES)
+    return prepared(loaded(tiles.compiled(source, options)))
+
+
+def prepared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, which may use the units."""
+    assert library.prepare()
+    return library
+
+
+Change = tuple[str, str]  # what is replaced, and by what
+
+
+def broken_for_units(source: Path, folder: Path, *changes: Change) -> ctypes.CDLL:
+    """The passes of a source for matrix units, as ``broken`` makes them, with plain loops in the units' place."""
+    options = ["-O1" if each == "-O3" else each for each in tiles.OPTIONS]
+    return prepared(broken(source, folder, changes, lambda path: tiles.compiled(path, [*options, WITHOUT_TILES])))
+
+
+def broken_for_vectors(source: Path, further: tuple[str, ...], folder: Path, *changes: Change) -> ctypes.CDLL:
+    """The passes of a source for vectors, as ``broken`` makes them."""
+    return broken(source, folder, changes, lambda path: native.compiled(path, (*native.OPTIONS, *further)))
+
+
+def broken(source: Path, folder: Path, changes: tuple[Change, ...], compiled: Callable[[Path], Path]) -> ctypes.CDLL:
+    """The passes of a source with changes in it, or in its headers. The first must be found.
+
+    ``folder`` is the test's own, and the library is not kept.
+    """
+    texts = {path.name: path.read_text() for path in (source, *source.parent.glob("*.h"))}
+    assert any(changes[0][0] in text for text in texts.values()), changes[0]
+    for name, text in texts.items():
+        for before, after in changes:
+            text = text.replace(before, after)
+        (folder / name).write_text(text)
+    path = compiled(folder / source.name)
+    library = loaded(path)
+    path.unlink()
+    return library
