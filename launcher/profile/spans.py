@@ -15,7 +15,7 @@ from typing import Any, get_args
 from launcher.trace.ops import ATTENTION, COLLECTIVES, PRODUCTS, Kind, Phase
 from launcher.trace.parts import HOST, Axes, Region, part_of, wire_part
 from launcher.trace.regions import MARK, Stretches
-from modeling.kernels import attention_passes, expert_tiles
+from modeling.kernels import attention_passes, expert_passes
 from modeling.kernels.fused_delta import FUNCTION
 
 NODE = "autograd::engine::evaluate_function: "
@@ -136,7 +136,7 @@ def place_within(span: Span, outer: Place, stretches: Stretches, again: dict[int
         return replace(outer, collective=COLLECTIVES[name][0], name=name, is_busy=True)
     if outer.kind != "other" or outer.collective is not None:
         return replace(outer, is_busy=True)
-    if name in PRODUCTS or name == expert_tiles.NAME:
+    if name in PRODUCTS or name == expert_passes.NAME:
         return replace(outer, kind="product", name=name, is_busy=True)
     if name in ATTENTION or name == attention_passes.NAME:
         return replace(outer, kind="attention", name=name, is_busy=True)

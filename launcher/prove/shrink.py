@@ -9,11 +9,12 @@ from typing import Any
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.training.batch_ramp import BatchRamp
+from launcher.training.cpp_kernels import experts_suit
 from modeling.config import NO_FAMILY, ModelConfig
 from modeling.expert_layers import from_first_listed, told_once
 from modeling.families.family import family_of, section_types
 from modeling.init_config import MupInit
-from modeling.kernels.expert_tiles import UNIT, suits
+from modeling.kernels.expert_passes import UNIT
 from modeling.moe_config import MoEConfig
 from modeling.optimizers.config import AdamWConfig, OptimizerConfig, SGDConfig
 from modeling.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling
@@ -116,11 +117,8 @@ def shrink(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def expert_width(config: RunConfig) -> int:
-    """The width of a small model's experts: one that modeling.kernels.expert_tiles is for, if the run's is."""
-    moe = config.model.moe
-    if moe is None or config.train.precision != "bf16" or not suits(config.model.d_model, moe.d_ff):
-        return D_FF_EXPERT
-    return UNIT
+    """The width of a small model's experts: one that modeling.kernels.expert_passes is for, if the run's is."""
+    return UNIT if experts_suit(config) else D_FF_EXPERT
 
 
 def shrink_lengths(model: ModelConfig, config: RunConfig, seq_len: int) -> ModelConfig:

@@ -1,21 +1,28 @@
 """Kernels in C++ for a CPU: which of them a run uses, and what is missing where they cannot be compiled."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from launcher.config.tree import RunConfig
-from modeling.kernels import attention_passes, expert_tiles, row_passes
+from modeling.dtypes import DTYPES
+from modeling.kernels import attention_passes, expert_passes, row_passes
 from modeling.kernels.built import leave_out
 from modeling.kernels.tiles import has_matrix_units
 
+Kernel = tuple[Path, Callable[[], str | None]]  # its source, and why this process does not use it
 
-def in_tiles(config: RunConfig) -> bool:
-    """Whether the run's experts, on a CPU, are of the kind and size that modeling.kernels.expert_tiles is for."""
+
+def experts_suit(config: RunConfig) -> bool:
+    """Whether the run's experts, on a CPU, are of the kind and size that modeling.kernels.expert_passes is for."""
     moe, train = config.model.moe, config.train
     if moe is None or not config.model.has_experts or moe.expert_bias or moe.swiglu_limit is not None:
         return False
-    return train.precision == "bf16" and expert_tiles.suits(config.model.d_model, moe.d_ff)
+    dtype = DTYPES.get(train.precision)
+    is_for = dtype in expert_passes.DTYPES
+    return dtype is not None and is_for and expert_passes.suits(config.model.d_model, moe.d_ff, dtype.itemsize)
 
 
 def tell_of_missing_kernels(
@@ -32,12 +39,14 @@ def tell_of_missing_kernels(
     """
     if device.type != "cpu":
         return
-    used = [(row_passes.SOURCE, row_passes.why_not), (attention_passes.VECTORS, attention_passes.why_not)]
-    on_units = []
+    used: list[Kernel] = [(row_passes.SOURCE, row_passes.why_not), (attention_passes.VECTORS, attention_passes.why_not)]
+    on_units: list[Kernel] = []
     if config.train.stored == "bf16":
         on_units.append((attention_passes.TILES, attention_passes.why_not_tiles))
-    if in_tiles(config):
-        on_units.append((expert_tiles.SOURCE, expert_tiles.why_not))
+    if experts_suit(config):
+        dtype = DTYPES[config.train.precision]
+        kernel = expert_passes.source(dtype), partial(expert_passes.why_not, dtype)
+        (on_units if dtype == torch.bfloat16 else used).append(kernel)
     told = list[str]()
     for source, why_not in used + on_units:
         problem = share(why_not())

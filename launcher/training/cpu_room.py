@@ -8,10 +8,10 @@ from launcher.config.tree import RunConfig
 from launcher.plan.closed_forms import step_of_rank
 from launcher.plan.memory import rank_memory
 from launcher.plan.quick import Room
-from launcher.training.cpp_kernels import in_tiles
+from launcher.training.cpp_kernels import experts_suit
 from launcher.training.heap import MMAP_THRESHOLD_BYTES
 from modeling.dtypes import DTYPES
-from modeling.kernels import expert_tiles
+from modeling.kernels import expert_passes
 from modeling.kernels.expert_turns import is_built_by_rows
 from modeling.kernels.experts import narrow_row_multiple
 from modeling.kernels.row_counts import row_counts
@@ -55,7 +55,7 @@ def product_bytes(config: RunConfig) -> float:
         return 0.0
     if train.precision not in ("bf16", "fp16") or not is_built_by_rows(DTYPES[train.precision]):
         return 0.0
-    if in_tiles(config) and expert_tiles.why_not() is None:
+    if experts_suit(config) and expert_passes.why_not(DTYPES[train.precision]) is None:
         return 0.0
     tokens = train.micro_batch_size * config.data.seq_len // parallel.cp * parallel.ep
     mean = tokens * moe.top_k // moe.n_experts

@@ -6,8 +6,7 @@
 //
 // Shape letters: T tokens, R rows (token-expert pairs), N rows of one expert, E experts, D d_model, F d_ff, I 2F. D and
 // F are multiples of 32. Matrices are contiguous.
-#include <algorithm>
-
+#include "experts.h"
 #include "tiles.h"
 
 namespace {
@@ -15,27 +14,8 @@ namespace {
 constexpr int64_t FORWARD_BYTES = 1 << 18;  // of the rows that are gathered at once, so that they stay in the cache
 constexpr int64_t BACKWARD_BYTES = 1 << 20;
 
-int64_t rows_at_once(int64_t bytes, int64_t bytes_of_row, int64_t least, int64_t most) {
-  return std::clamp(bytes / bytes_of_row, least, most) / BLOCK * BLOCK;
-}
-
-// What a layer's passes read and write. Matrices are contiguous, in bf16.
-struct Layer {
-  int64_t d_model, d_ff;
-  const Bf16 *hidden_TD, *gate_EFD, *up_EFD, *down_EDF;
-  const int64_t* tokens_R;     // each row's token
-  const int64_t* starts_E;     // each expert's first row
-  const int64_t* sizes_E;      // how many rows it has
-  const int64_t* kept_E;       // its first row in gate_up_RI; -1: not kept
-  Bf16* gate_up_RI;            // gates and ups side by side
-  Bf16* out_RD;                // each row's value, not weighted
-  // the backward pass's own
-  const Bf16 *grad_TD, *weights_R;
-  Bf16 *grad_gate_EFD, *grad_up_EFD, *grad_down_EDF, *grad_RD, *grad_weights_R;
-};
-
 // The panels of gate and up together: of each 16 columns first the gate's tile, then the up's.
-void pack_gate_up(Bf16* panels, const Layer& layer, int64_t expert) {
+void pack_gate_up(Bf16* panels, const Layer<Bf16>& layer, int64_t expert) {
   const int64_t D = layer.d_model, F = layer.d_ff;
   for (int64_t f = 0; f < F; f += TILE_ROWS) {
     Bf16* panel = panels + f / TILE_ROWS * D / BLOCK * STEP;
@@ -109,7 +89,7 @@ inline void store_transposed(const float* sums, Bf16* matrix, int64_t width) {
   }
 }
 
-void forward_of(const Layer& layer, int64_t expert, Room room, int64_t most_rows) {
+void forward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t most_rows) {
   const int64_t D = layer.d_model, F = layer.d_ff, I = 2 * F;
   alignas(64) float sums[BLOCK_SUMS];
   Bf16* gate_up = room.take<Bf16>(I * D);
@@ -220,7 +200,7 @@ void add_to_totals(float* totals, const Bf16* factors, const Bf16* grad_pairs, c
       }
 }
 
-void store_totals(const float* totals, const Layer& layer, int64_t expert) {
+void store_totals(const float* totals, const Layer<Bf16>& layer, int64_t expert) {
   const int64_t D = layer.d_model, F = layer.d_ff;
   for (int64_t d = 0; d < D; d += BLOCK)
     for (int64_t f = 0; f < F; f += BLOCK) {
@@ -231,7 +211,7 @@ void store_totals(const float* totals, const Layer& layer, int64_t expert) {
     }
 }
 
-void backward_of(const Layer& layer, int64_t expert, Room room, int64_t most_rows) {
+void backward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t most_rows) {
   const int64_t D = layer.d_model, F = layer.d_ff, I = 2 * F, most_steps = most_rows / BLOCK;
   alignas(64) float sums[BLOCK_SUMS];
   __m512 dots[BLOCK];
@@ -300,15 +280,12 @@ void backward_of(const Layer& layer, int64_t expert, Room room, int64_t most_row
 }
 
 template <class Pass>
-int each_expert(const Layer* layer, const int64_t* experts, int64_t n_experts, size_t bytes, Pass pass) {
-  Room room(bytes);
-  if (!room.is_there()) return 1;
+int with_tiles(const Layer<Bf16>& layer, const int64_t* experts, int64_t n_experts, size_t bytes, Pass pass) {
   configure_tiles();
-  for (int64_t i = 0; i < n_experts; i++)
-    if (layer->sizes_E[experts[i]] > 0) pass(*layer, experts[i], room);
+  const int failed = each_expert(layer, experts, n_experts, bytes, pass);
   release_tiles();
   _mm_sfence();  // what was stored past the cache is seen by whoever reads it next
-  return 0;
+  return failed;
 }
 
 }  // namespace
@@ -319,20 +296,20 @@ extern "C" {
 int prepare() { return may_use_tiles(); }
 
 // The forward pass of some experts: out_RD, and gate_up_RI as far as it is kept. 1: there is no memory.
-int forward(const Layer* layer, const int64_t* experts, int64_t n_experts) {
+int forward(const Layer<Bf16>* layer, const int64_t* experts, int64_t n_experts) {
   const int64_t D = layer->d_model, F = layer->d_ff;
   const int64_t most = rows_at_once(FORWARD_BYTES, 2 * (D + F), 64, 512);
   const size_t bytes = 2 * (3 * F * D + most * (D + F)) + 1024;
-  return each_expert(layer, experts, n_experts, bytes,
-                     [&](const Layer& each, int64_t expert, Room room) { forward_of(each, expert, room, most); });
+  return with_tiles(*layer, experts, n_experts, bytes,
+                     [&](const Layer<Bf16>& each, int64_t expert, Room room) { forward_of(each, expert, room, most); });
 }
 
 // The backward pass of some experts: all gradients. Those of experts without rows are left as they are.
-int backward(const Layer* layer, const int64_t* experts, int64_t n_experts) {
+int backward(const Layer<Bf16>* layer, const int64_t* experts, int64_t n_experts) {
   const int64_t D = layer->d_model, F = layer->d_ff;
   const int64_t most = rows_at_once(BACKWARD_BYTES, 6 * D + 10 * F, 256, 1024);
   const size_t bytes = 2 * (5 * F * D + most * (4 * D + 7 * F)) + 4 * (3 * F * D + most) + 2048;
-  return each_expert(layer, experts, n_experts, bytes,
-                     [&](const Layer& each, int64_t expert, Room room) { backward_of(each, expert, room, most); });
+  return with_tiles(*layer, experts, n_experts, bytes,
+                     [&](const Layer<Bf16>& each, int64_t expert, Room room) { backward_of(each, expert, room, most); });
 }
 }

@@ -1,6 +1,6 @@
 """The experts' SwiGLU on a CPU, one expert after another, so that an expert's values stay in a core's cache.
 
-On a processor with matrix units both passes of narrow experts are in C++ (expert_tiles.py).
+In fp32, and in bf16 on a processor with matrix units, both passes of narrow experts are in C++ (expert_passes.py).
 
 Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, M the most of them, D
 d_model, F d_ff, I 2F.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from modeling.kernels import expert_tiles
-from modeling.kernels.expert_tiles import Gates, Given, Gradients, Matrices
+from modeling.kernels import expert_passes
+from modeling.kernels.expert_passes import Gates, Given, Gradients, Matrices
 from modeling.kernels.row_counts import row_counts
 from modeling.kernels.scratch import SCRATCH, is_real
 
@@ -77,8 +77,8 @@ def sums_by_turn(
     sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     out_RD = SCRATCH.take("rows", (len(rows.tokens_R), d_model), hidden_TD)
     matrices = Matrices(gate_EFD, up_EFD, down_EDF)
-    if expert_tiles.fits(hidden_TD, matrices):
-        expert_tiles.forward(matrices, hidden_TD, rows.tokens_R, gates_and_ups.gates, out_RD)
+    if expert_passes.fits(hidden_TD, matrices):
+        expert_passes.forward(matrices, hidden_TD, rows.tokens_R, gates_and_ups.gates, out_RD)
         return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
     gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
@@ -115,7 +115,7 @@ class ExpertsByTurn(Function):
     ) -> Tensor:
         given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
         ctx.rows, ctx.sizes_E = rows, sizes_of(rows)
-        if any(ctx.needs_input_grad) and not expert_tiles.fits(hidden_TD, Matrices(gate_EFD, up_EFD, down_EDF)):
+        if any(ctx.needs_input_grad) and not expert_passes.fits(hidden_TD, Matrices(gate_EFD, up_EFD, down_EDF)):
             build_matmul_kernels(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(len(rows.tokens_R) * kept_share), 2 * gate_EFD.shape[1])
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
@@ -149,8 +149,8 @@ class ExpertsByTurn(Function):
 def gradients_by_turn(given: Given, gates_and_ups: "GatesAndUps", gradients: Gradients) -> None:
     """The backward pass of ``experts_by_turn``, all rows apart, into ``gradients``."""
     (gate_EFD, up_EFD, down_EDF), hidden_TD, grad_TD, tokens_R, weights_R1 = given
-    if expert_tiles.fits(hidden_TD, given.matrices):
-        expert_tiles.backward(given, gates_and_ups.gates, gradients)
+    if expert_passes.fits(hidden_TD, given.matrices):
+        expert_passes.backward(given, gates_and_ups.gates, gradients)
         return
     sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "grad": d_model, "grad_gate_up": 2 * d_ff})

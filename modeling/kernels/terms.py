@@ -161,20 +161,21 @@ class _PieceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: what is computed again is given out once
+        q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = saved
         dbias_HN = None
         if ctx.is_plain and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC):
             given = (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ)
             grads = attention_passes.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
         else:
-            *grads, dbias_HN = _backward_widely(ctx, grad_BQHC)
+            *grads, dbias_HN = _backward_widely(ctx, saved, grad_BQHC)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
 
 
-def _backward_widely(ctx: Any, grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_widely(ctx: Any, saved: tuple[Any, ...], grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients by queries, keys and values, computed in fp32, and by the bias in fp64; None without one."""
-    q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, _, bias_HN = ctx.saved_tensors
+    q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, _, bias_HN = saved
     of_queries = [computed(grad_BQHC, "gradient"), computed(q_BQHC, "queries"), computed(out_BQHC, "out")]
     of_keys = [computed(k_BSGC, "keys"), computed(v_BSGC, "values")]
     dq_BQHC = room_for(q_BQHC, "by queries")

@@ -14,7 +14,7 @@ from launcher.training import compiling, cpp_kernels
 from launcher.training.compiling import missing_compiler
 from launcher.watch.metrics import read_metrics
 from layout_runs import write_tokens
-from modeling.kernels import attention_passes, expert_tiles, native, row_passes, tiles
+from modeling.kernels import attention_passes, expert_passes, native, row_passes, tiles
 from modeling.kernels.fuse import compiled, plainly
 from parallel.config import ParallelConfig
 from parallel.mesh import close_mesh, open_mesh
@@ -95,7 +95,8 @@ KERNELS = {
     "rows": (row_passes.SOURCE, row_passes.why_not),
     "attention": (attention_passes.VECTORS, attention_passes.why_not),
     "attention on units": (attention_passes.TILES, attention_passes.why_not_tiles),
-    "experts": (expert_tiles.SOURCE, expert_tiles.why_not),
+    "experts on units": (expert_passes.TILES, partial(expert_passes.why_not, torch.bfloat16)),
+    "experts": (expert_passes.VECTORS, partial(expert_passes.why_not, torch.float32)),
 }
 
 
@@ -107,7 +108,8 @@ def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
         patch.setattr(native, "problem", lambda source, further: "no space left" if lacks == source else None)
         patch.setattr(tiles, "problem", lambda source: "no matrix units" if lacks == source else None)
         patch.setattr(cpp_kernels, "has_matrix_units", lambda: lacks is None)
-        config = load_config("configs/quickstart.yaml", ["train.precision=bf16"])
+        precision = "fp32" if lacking == "experts" else "bf16"
+        config = load_config("configs/quickstart.yaml", [f"train.precision={precision}"])
         share = partial(compiling.first_problem, mesh)
         cpp_kernels.tell_of_missing_kernels(config, torch.device("cpu"), told.append, share)
         found = {name: why_not() for name, (_, why_not) in KERNELS.items()}
@@ -121,7 +123,8 @@ def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
         ("rows", "no space left"),
         ("attention", "no space left"),
         ("attention on units", "no matrix units"),
-        ("experts", "no matrix units"),
+        ("experts on units", "no matrix units"),
+        ("experts", "no space left"),
         ("nothing", None),
     ],
 )

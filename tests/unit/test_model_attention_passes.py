@@ -369,8 +369,8 @@ ON_UNITS = {
 }
 BY_VECTORS = {
     "a number of each product is left out": ("inner < n_inner; inner++", "inner + 1 < n_inner; inner++"),
-    "rows beyond whole eights are left out": ("take(multiply<1, ADDS>, 1);", ""),
-    "products replace what was there": ("*to = ADDS ? *to + low[row]", "*to = ADDS ? low[row]"),
+    "rows beyond whole eights are left out": ("multiply_rows<1, true>", "multiply_rows<ROWS, true>"),
+    "products replace what was there": ("ADDS || inner > 0", "inner > 0"),
     "scores are not scaled": ("at[k] *= scale", "at[k] *= 1"),
     "what was summed is kept as it was": ("kept = exponential(tops[row] - less)", "kept = 1"),
     "the greatest score is forgotten": ("tops[row] = top;", ""),

@@ -82,7 +82,7 @@ def test_the_plan_of_a_cpu_is_of_memory_alone():
 def test_a_cpu_holds_what_the_heap_and_onednn_keep_besides(monkeypatch):
     """By hand: pieces of what passes, the experts' products in 16 bits, what later steps load; the rest is there."""
     monkeypatch.setattr(cpu_room, "is_built_by_rows", lambda dtype: True)
-    monkeypatch.setattr(cpu_room.expert_tiles, "why_not", lambda: "experts are left to oneDNN")
+    monkeypatch.setattr(cpu_room.expert_passes, "why_not", lambda dtype: "experts are left to oneDNN")
     monkeypatch.setattr(cpu_room, "resident_bytes", lambda: 2.0 * GIB)
     for changes, numbers, scattered in (
         ([], 32, SCATTERED),  # 512 rows are the mean: multiples of 32 up to 1024

@@ -23,8 +23,9 @@ from launcher.prove.shrink import (
     shrink_scaling,
 )
 from modeling.config import FAMILIES, ModelConfig
+from modeling.dtypes import DTYPES
 from modeling.families.family import family_of
-from modeling.kernels import expert_tiles
+from modeling.kernels import expert_passes
 from modeling.linear_attention_config import LinearAttentionConfig
 from modeling.moe_config import BiasBalance, MoEConfig
 from modeling.mtp_config import MTPConfig
@@ -235,7 +236,9 @@ def test_queries_grow_within_a_small_sequence_where_they_do(growth, wanted):
     ("overrides", "wanted"),
     [
         (["train.precision=bf16"], 32),
-        (["train.precision=fp32"], 24),
+        (["train.precision=fp32"], 32),
+        (["train.precision=fp16"], 24),
+        (["train.precision=fp32", "model.moe.d_ff=1024"], 24),
         (["train.precision=bf16", "model.moe.d_ff=264"], 24),
         (["train.precision=bf16", "model.moe.d_ff=4096"], 24),
     ],
@@ -244,8 +247,10 @@ def test_experts_stay_wide_enough_for_the_kernel_that_the_run_takes(overrides, w
     config = load_config("configs/quickstart.yaml", overrides)
     small = shrink(config, default_ranks(config)).model
     assert small.moe is not None and config.model.moe is not None and small.moe.d_ff == wanted
-    taken = [expert_tiles.suits(each.d_model, each.moe.d_ff) for each in (config.model, small) if each.moe is not None]
-    assert config.train.precision == "fp32" or taken == [wanted == 32] * 2
+    size = DTYPES[config.train.precision].itemsize
+    each = [(model.d_model, model.moe.d_ff) for model in (config.model, small) if model.moe is not None]
+    taken = [expert_passes.suits(*widths, size) for widths in each]
+    assert config.train.precision == "fp16" or taken == [wanted == 32] * 2
 
 
 def test_the_quickstart_shrinks():

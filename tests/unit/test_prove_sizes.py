@@ -53,7 +53,7 @@ REASONS = {
     "modeling.kernels.built.": "the length of names and of messages",
     "modeling.kernels.row_passes.BLOCK": "blocks of one sum; tests/unit/test_model_by_rows.py crosses it",
     "modeling.kernels.threads.LEAST_NUMBERS": "shares of threads; tests/unit/test_model_by_rows.py crosses it",
-    "modeling.kernels.expert_tiles.": "oneDNN or C++; tests/unit/test_model_expert_tiles.py crosses each",
+    "modeling.kernels.expert_passes.": "a library or C++; tests/unit/test_model_expert_passes.py crosses each",
     "modeling.kernels.experts.order_by_expert": "what 16 bits hold; test_model_experts.py crosses it",
     "modeling.kernels.experts.narrow_dtype": "what a byte holds; test_model_experts.py crosses it",
     "modeling.kernels.experts.ONES": "what the matrix product wants; one of them counts",

@@ -1,15 +1,15 @@
-"""The experts' SwiGLU in bf16 on a processor with matrix units (AMX): both passes in C++ (expert_tiles.cpp).
+"""The experts' SwiGLU on a CPU in C++, both passes: all experts in one call.
 
-A product of few rows by a narrow matrix costs oneDNN as much for the call as for the numbers, and what lies between an
-expert's products as much as these. In C++ rows are gathered into the form that the units take, and gates are computed
-on sums that have not left the cache. Sums, gates and their gradients are in fp32; what products take is rounded to
-bf16, as elsewhere. A row's value does not depend on other rows, bit for bit.
+A product of few rows by a narrow matrix costs a library as much for the call as for the numbers, and what lies between
+an expert's products as much as these. In C++ rows are gathered into the form that products take, and gates are computed
+on sums that have not left the cache. Sums, gates and their gradients are in fp32. bf16 needs a processor with matrix
+units (AMX, expert_tiles.cpp): what products take is rounded to bf16, as elsewhere. fp32 takes the vectors of any
+processor (expert_vectors.cpp). A row's value does not depend on other rows, bit for bit.
 
 Shape letters: T tokens, R rows (token-expert pairs), E experts, D d_model, F d_ff, I 2F.
 """
 
 import ctypes
-import functools
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from modeling.kernels import tiles
+from modeling.kernels import native, tiles
 from modeling.kernels.direct import is_plain
 from modeling.kernels.threads import each_part
 
-SOURCE = Path(__file__).with_name("expert_tiles.cpp")
-NAME = "expert_tiles"  # of these products in a profile
+TILES = Path(__file__).with_name("expert_tiles.cpp")
+VECTORS = TILES.with_name("expert_vectors.cpp")
+NAME = "expert_passes"  # of these products in a profile
+DTYPES = (torch.bfloat16, torch.float32)
 UNIT = 32  # what d_model and d_ff must be multiples of
-WIDEST_EXPERT = 2**20  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and oneDNN is as fast
+WIDEST_EXPERT = (
+    2**20
+)  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and libraries are as fast
 
 NUMBERS = ("d_model", "d_ff")
 POINTERS = (
@@ -35,12 +39,24 @@ POINTERS = (
     *("grad_gate_EFD", "grad_up_EFD", "grad_down_EDF", "grad_RD", "grad_weights_R"),
 )
 
-why_not = functools.partial(tiles.why_not, SOURCE)
-library = functools.partial(tiles.library, SOURCE)
+
+def source(dtype: torch.dtype) -> Path:
+    """The source of the passes for this dtype."""
+    return TILES if dtype == torch.bfloat16 else VECTORS
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why the passes for this dtype are not used, in one line; None where they are. Compiles them."""
+    return tiles.why_not(TILES) if dtype == torch.bfloat16 else native.why_not(VECTORS, native.FUSED)
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The passes for this dtype, compiled if need be. Raises NotBuilt where they cannot be."""
+    return tiles.library(TILES) if dtype == torch.bfloat16 else native.library(VECTORS, native.FUSED)
 
 
 class Layer(ctypes.Structure):
-    """``Layer`` of expert_tiles.cpp."""
+    """``Layer`` of experts.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in NUMBERS),
@@ -86,17 +102,18 @@ class Gradients(NamedTuple):
 
 
 def fits(hidden_TD: Tensor, matrices: Matrices) -> bool:
-    """Whether this processor has the units, and the layer is one for which C++ is faster and can be compiled."""
-    given = (hidden_TD, *matrices)
+    """Whether the layer is one for which C++ is faster, and this machine can run it: on a CPU, in bf16 or fp32."""
+    given, dtype = (hidden_TD, *matrices), hidden_TD.dtype
     _, d_ff, d_model = matrices.gate_EFD.shape
-    if any(each.dtype != torch.bfloat16 or not each.is_cpu for each in given) or not is_plain(given):
+    if dtype not in DTYPES or any(each.dtype != dtype or not each.is_cpu for each in given) or not is_plain(given):
         return False
-    return suits(d_model, d_ff) and all(each.is_contiguous() for each in matrices) and why_not() is None
+    is_contiguous = all(each.is_contiguous() for each in matrices)
+    return suits(d_model, d_ff, dtype.itemsize) and is_contiguous and why_not(dtype) is None
 
 
-def suits(d_model: int, d_ff: int) -> bool:
-    """Whether C++ is faster for experts of this size, on a processor that has the units."""
-    return 3 * d_ff * d_model * 2 <= WIDEST_EXPERT and d_ff % UNIT == d_model % UNIT == 0
+def suits(d_model: int, d_ff: int, element_bytes: int) -> bool:
+    """Whether C++ is faster for experts of this size, on a processor that it runs on."""
+    return 3 * d_ff * d_model * element_bytes <= WIDEST_EXPERT and d_ff % UNIT == d_model % UNIT == 0
 
 
 def forward(matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates: Gates, out_RD: Tensor) -> None:
@@ -105,7 +122,7 @@ def forward(matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates: Gate
     ``fits`` must be true. ``tokens_R`` is int64.
     """
     rows = {"hidden_TD": hidden_TD.contiguous(), "tokens_R": tokens_R, "out_RD": out_RD}
-    call(library().forward, {**matrices._asdict(), **rows}, gates)
+    call(library(hidden_TD.dtype).forward, {**matrices._asdict(), **rows}, gates)
 
 
 def backward(given: Given, gates: Gates, gradients: Gradients) -> None:
@@ -117,13 +134,19 @@ def backward(given: Given, gates: Gates, gradients: Gradients) -> None:
     by_matrix = {f"grad_{name}": tensor for name, tensor in gradients.matrices._asdict().items()}
     by_row = {"grad_RD": gradients.rows_RD, "grad_weights_R": gradients.weights_R}
     rows = {"hidden_TD": hidden_TD.contiguous(), "grad_TD": grad_TD.contiguous(), "tokens_R": tokens_R}
-    call(library().backward, {**matrices._asdict(), **rows, "weights_R": weights_R1, **by_matrix, **by_row}, gates)
+    call(
+        library(hidden_TD.dtype).backward,
+        {**matrices._asdict(), **rows, "weights_R": weights_R1, **by_matrix, **by_row},
+        gates,
+    )
 
 
 def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> None:
     """Runs a pass over all experts that have rows, with as many threads as torch uses. Raises MemoryError."""
     n_experts, d_ff, d_model = tensors["gate_EFD"].shape
     assert tensors["hidden_TD"].shape[1] == d_model and len(gates.sizes_E) == n_experts
+    rows = [each for name, each in tensors.items() if name != "tokens_R"]
+    assert all(each.dtype == gates.gate_up_RI.dtype and each.is_contiguous() for each in rows)
     places = {name: numbers(each) for name, each in places_of(gates.sizes_E, gates.kept_E).items()}
     pointers = {name: each.data_ptr() for name, each in {**tensors, "gate_up_RI": gates.gate_up_RI}.items()}
     layer = Layer(d_model, d_ff, **pointers, **{name: ctypes.addressof(each) for name, each in places.items()})

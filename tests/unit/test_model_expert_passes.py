@@ -1,9 +1,10 @@
-"""The experts' passes in C++ (expert_tiles.cpp): against fp32, no farther from it than products of oneDNN are.
+"""The experts' passes in C++ (expert_tiles.cpp, expert_vectors.cpp): against fp32 and bf16 by a library's products.
 
-On a processor with matrix units they are tested as they run, and everywhere with vectors of bf16 once more with plain
-loops in the units' place.
+On a processor with matrix units those for bf16 are tested as they run, and everywhere with vectors of bf16 once more
+with plain loops in the units' place.
 """
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -13,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpp_passes import KINDS, NEEDS_VECTORS, broken_for_units, on_units
+from cpp_passes import KINDS, NEEDS_COMPILER, NEEDS_VECTORS, broken_for_units, broken_for_vectors, on_units
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.training import cpp_kernels
 from launcher.training.cpu_room import product_bytes
+from modeling.kernels import attention_passes, expert_passes, native, row_passes, tiles
 from modeling.kernels import built as kernels_built
-from modeling.kernels import expert_tiles, row_passes, tiles
 from modeling.kernels.experts import Ways, count_pairs, experts_over_rows, place_rows
 
-WHY_NOT = expert_tiles.why_not
+WHY_NOT = expert_passes.why_not
+BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ("out_TD", "hidden_TD", "weights_TK", "gate_EFD", "up_EFD", "down_EDF")
 # (tokens, d_model, d_ff, experts, top_k, unit of rows): rows that fill blocks of 32 and that do not, experts of one
 # block and of many, and of more rows than are gathered at once.
@@ -35,14 +37,22 @@ SIZES = (
 )
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def passes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The passes are taken from the units, or from plain loops."""
-    library = on_units(expert_tiles.SOURCE, request.param)
+@pytest.fixture(scope="module", params=["vectors", *KINDS])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """fp32 by vectors, or bf16 on units, or by plain loops in the units' place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_tiles, "library", lambda: library)
-        patch.setattr(expert_tiles, "why_not", lambda: None)
-        yield
+        if request.param != "vectors":
+            take(patch, BF16, on_units(expert_passes.TILES, request.param))
+        elif NEEDS_COMPILER is not None:
+            pytest.skip(NEEDS_COMPILER)
+        yield FP32 if request.param == "vectors" else BF16
+
+
+def take(patch: pytest.MonkeyPatch, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    """From now on the passes for this dtype are those of ``library``."""
+    usual, why_not = expert_passes.library, expert_passes.why_not
+    patch.setattr(expert_passes, "library", lambda of: library if of == dtype else usual(of))
+    patch.setattr(expert_passes, "why_not", lambda of: None if of == dtype else why_not(of))
 
 
 class Drawn:
@@ -65,7 +75,7 @@ class Drawn:
         self.weights_TK, self.indices_TK = (each.clone() for each in scores_TE.topk(top_k))
         self.unit = unit
 
-    def passes(self, dtype: torch.dtype = torch.bfloat16, kept_share: float = 1.0) -> dict[str, Tensor]:
+    def passes(self, dtype: torch.dtype, kept_share: float = 1.0) -> dict[str, Tensor]:
         """The output and every gradient, by NAMES."""
         counts_E = count_pairs(self.indices_TK, len(self.matrices[0]))
         rows = place_rows(self.indices_TK, counts_E, self.unit)
@@ -78,55 +88,52 @@ class Drawn:
         return dict(zip(NAMES, found, strict=True))
 
 
-def errors(drawn: Drawn) -> dict[str, tuple[float, float]]:
-    """The distances from fp32, of the passes in C++ and of products by oneDNN, over the length of fp32's tensor."""
-    wanted = drawn.passes(torch.float32)
-    found = drawn.passes()
+def by_library(drawn: Drawn, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The passes by a library's products."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_tiles, "fits", lambda *_: False)
-        usual = drawn.passes()
-    norms = {name: float(tensor.norm()) for name, tensor in wanted.items()}
-    return {
-        name: tuple(float((each[name].float() - wanted[name]).norm()) / norms[name] for each in (found, usual))  # type: ignore[misc]
-        for name in NAMES
-    }
+        patch.setattr(expert_passes, "fits", lambda *_: False)
+        return drawn.passes(dtype)
 
 
-def check(drawn: Drawn) -> None:
-    """Raises AssertionError where a tensor lies farther from fp32 than rounding may take it.
+def check(drawn: Drawn, dtype: torch.dtype) -> None:
+    """Raises AssertionError where a tensor lies farther from a library's in fp32 than rounding may take it.
 
-    Between products oneDNN's passes round once more than these, so what they lose is a bound. Few numbers may by
-    chance lie a half farther.
+    In fp32 that is sums in another order, 1e-6 of the tensor's norm. In bf16 oneDNN's passes round once more between
+    products than these, so what they lose is a bound. Few numbers may by chance lie a half farther.
     """
-    for name, (found, usual) in errors(drawn).items():
-        assert found <= 1.5 * usual and found < 2**-6, (name, found, usual)
+    wanted, found, usual = by_library(drawn, FP32), drawn.passes(dtype), by_library(drawn, dtype)
+    for name in NAMES:
+        far, usual_far = (float((each[name].float() - wanted[name]).norm()) for each in (found, usual))
+        norm = float(wanted[name].norm())
+        most = 1e-6 * norm if dtype == FP32 else min(1.5 * usual_far, 2**-6 * norm)
+        assert far <= most, (name, far / norm, usual_far / norm)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_output_and_gradients_are_as_near_to_fp32(passes: None, sizes: tuple[int, ...]) -> None:
-    check(Drawn(sizes))
+def test_output_and_gradients_are_as_near_to_fp32(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    check(Drawn(sizes), dtype)
 
 
-def test_experts_without_rows_get_gradients_of_zero(passes: None) -> None:
+def test_experts_without_rows_get_gradients_of_zero(dtype: torch.dtype) -> None:
     drawn = Drawn((64, 32, 32, 5, 2, 1), n_used=3)
-    check(drawn)
-    found = drawn.passes()
+    check(drawn, dtype)
+    found = drawn.passes(dtype)
     assert all(found[name][3:].count_nonzero() == 0 for name in ("gate_EFD", "up_EFD", "down_EDF"))
 
 
 @pytest.mark.parametrize("kept_share", [0.5, 0.0])
-def test_gates_that_are_computed_again_change_no_bit(passes: None, kept_share: float) -> None:
+def test_gates_that_are_computed_again_change_no_bit(dtype: torch.dtype, kept_share: float) -> None:
     drawn = Drawn((700, 64, 96, 4, 2, 1))
-    usual, found = drawn.passes(), drawn.passes(kept_share=kept_share)
+    usual, found = drawn.passes(dtype), drawn.passes(dtype, kept_share)
     assert all(torch.equal(usual[name], found[name]) for name in NAMES)
 
 
-def test_threads_change_no_bit(passes: None) -> None:
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     drawn, n_threads = Drawn((500, 64, 32, 7, 2, 1)), torch.get_num_threads()
-    usual = drawn.passes()
+    usual = drawn.passes(dtype)
     try:
         torch.set_num_threads(3)
-        found = drawn.passes()
+        found = drawn.passes(dtype)
     finally:
         torch.set_num_threads(n_threads)
     assert all(torch.equal(usual[name], found[name]) for name in NAMES)
@@ -134,40 +141,41 @@ def test_threads_change_no_bit(passes: None) -> None:
 
 def test_experts_are_shared_evenly_among_threads() -> None:
     sizes_E = [5, 0, 90, 40, 41, 10]
-    shares = expert_tiles.shares_of(sizes_E, 2)
+    shares = expert_passes.shares_of(sizes_E, 2)
     assert sorted(chain(*shares)) == [0, 2, 3, 4, 5] and all(share == sorted(share) for share in shares)
     assert sorted(sum(sizes_E[expert] for expert in share) for share in shares) == [91, 95]
-    assert expert_tiles.shares_of([0, 0, 3], 4) == [[2]] and expert_tiles.shares_of([0], 2) == []
+    assert expert_passes.shares_of([0, 0, 3], 4) == [[2]] and expert_passes.shares_of([0], 2) == []
 
 
-def test_a_token_does_not_depend_on_others(passes: None) -> None:
+def test_a_token_does_not_depend_on_others(dtype: torch.dtype) -> None:
     """Bit for bit; what is not a number, or infinite, stays with its token."""
     drawn = Drawn((90, 64, 64, 3, 2, 1))
-    usual = drawn.passes()
+    usual = drawn.passes(dtype)
     drawn.hidden_TD[5], drawn.hidden_TD[7, 0], drawn.hidden_TD[8] = float("nan"), float("inf"), 3e38
-    found, others = drawn.passes(), [token for token in range(90) if token not in (5, 7, 8)]
+    found, others = drawn.passes(dtype), [token for token in range(90) if token not in (5, 7, 8)]
     for name in ("out_TD", "hidden_TD", "weights_TK"):
         assert torch.equal(usual[name][others], found[name][others]), name
         assert found[name][5].isnan().all() and not found[name][7].isfinite().any(), name
 
 
 @pytest.mark.parametrize("gate", [-200.0, -88.5, -20.0, 0.0, 20.0, 200.0])
-def test_gates_of_any_size(passes: None, gate: float) -> None:
+def test_gates_of_any_size(dtype: torch.dtype, gate: float) -> None:
     """Sigmoids do not overflow: gates are set by a first hidden value of 1 and a first column of the gates' matrix.
 
-    The units take numbers below 2^-126 as zero, of which a sum may have many.
+    The units take numbers below 2^-126 as zero, of which a sum may have many. By vectors exponentials below it are 0,
+    which here multiply gates twice.
     """
     drawn = Drawn((40, 32, 32, 1, 1, 1))
     drawn.hidden_TD[:, 0] = 1.0
     drawn.matrices[0].zero_()
     drawn.matrices[0][:, :, 0] = gate
-    wanted, found = drawn.passes(torch.float32), drawn.passes()
+    wanted, found = by_library(drawn, FP32), drawn.passes(dtype)
     for name in NAMES:
-        most = max(2e-2 * float(wanted[name].abs().max()), 2.0**-118)
+        most = max(2e-2 * float(wanted[name].abs().max()), 2.0 ** (-118 if dtype == BF16 else -105))
         assert torch.allclose(found[name].float(), wanted[name], rtol=2e-2, atol=most), name
 
 
-PLANTED = {
+ON_UNITS = {
     "a step of each product is left out": ("step < steps; step++", "step + 1 < steps; step++"),
     "a block's last row is left out": ("rows = n - block * BLOCK;", "rows = n - block * BLOCK - 1;"),
     "weights multiply nothing": ("set1_ps(is_real ? weights[at] : 0.0f)", "set1_ps(is_real ? 1.0f : 0.0f)"),
@@ -179,25 +187,49 @@ PLANTED = {
 }
 
 
-@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
-@pytest.mark.parametrize("fault", PLANTED)
+BY_VECTORS = {
+    "a number of each product is left out": ("inner < n_inner; inner++", "inner + 1 < n_inner; inner++"),
+    "the first part of the inner dim alone": ("inner < n_inner; inner += INNER", "inner < 1; inner += INNER"),
+    "rows beyond whole eights are left out": ("multiply_rows<1, true>", "multiply_rows<ROWS, true>"),
+    "products replace what was there": ("ADDS || inner > 0", "inner > 0"),
+    "weights multiply nothing": ("given[f] * weight;", "given[f];"),
+    "later rows' gradients replace the first ones'": ("product<true>(grad_gate", "product<false>(grad_gate"),
+    "gradients of a call before stay": ("std::fill_n(each, F * D, 0.0f)", "0"),
+    "ups take the place of gates": ("layer.gate_EFD + expert", "layer.up_EFD + expert"),
+    "a gate's slope lacks a term": ("(gates[f] - active) * share + share", "share"),
+    "another row is gathered": ("matrix + rows[row] * width", "matrix + rows[row / 2] * width"),
+    "kept gates of another expert": ("layer.gate_up_RI + (kept + done) * I;\n    for", "layer.gate_up_RI;\n    for"),
+    "large gates are taken for small ones": ("return x < 0 ? small * share : share", "return share"),
+}
+
+
+@pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
+@pytest.mark.parametrize("fault", BY_VECTORS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = broken_for_units(expert_tiles.SOURCE, tmp_path, PLANTED[fault])
-    monkeypatch.setattr(expert_tiles, "library", lambda: library)
-    monkeypatch.setattr(expert_tiles, "why_not", lambda: None)
+    further = native.FUSED
+    take(monkeypatch, FP32, broken_for_vectors(expert_passes.VECTORS, further, tmp_path, BY_VECTORS[fault]))
     with pytest.raises(AssertionError):
-        check(Drawn((2500, 64, 96, 2, 1, 1)))
+        check(Drawn((2501, 224, 96, 2, 1, 1)), FP32)
 
 
-def test_other_layers_are_left_to_onednn(passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other dtypes, odd widths, wide experts, and tensors that are not real."""
+@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
+@pytest.mark.parametrize("fault", ON_UNITS)
+def test_planted_faults_on_units_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(monkeypatch, BF16, broken_for_units(expert_passes.TILES, tmp_path, ON_UNITS[fault]))
+    with pytest.raises(AssertionError):
+        check(Drawn((2500, 64, 96, 2, 1, 1)), BF16)
+
+
+def test_other_layers_are_left_to_libraries(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other dtypes, odd widths, and wide experts."""
     calls: list[int] = []
-    monkeypatch.setattr(expert_tiles, "call", lambda *_: calls.append(1))
-    Drawn((8, 32, 32, 2, 1, 1)).passes(torch.float32)
-    Drawn((8, 48, 32, 2, 1, 1)).passes()
-    Drawn((8, 32, 40, 2, 1, 1)).passes()
-    assert not calls and not expert_tiles.suits(2048, 768) and expert_tiles.suits(384, 192)
-    Drawn((8, 32, 32, 2, 1, 1)).passes()
+    monkeypatch.setattr(expert_passes, "call", lambda *_: calls.append(1))
+    Drawn((8, 32, 32, 2, 1, 1)).passes(torch.float16)
+    Drawn((8, 48, 32, 2, 1, 1)).passes(dtype)
+    Drawn((8, 32, 40, 2, 1, 1)).passes(dtype)
+    assert not calls and not expert_passes.suits(2048, 768, 2) and not expert_passes.suits(384, 256, 4)
+    assert expert_passes.suits(384, 192, 4)
+    Drawn((8, 32, 32, 2, 1, 1)).passes(dtype)
     assert len(calls) == 2
 
 
@@ -213,9 +245,10 @@ def test_without_a_compiler_one_line_says_so(
     """Of experts and attention only on processors that have the units; of norms and rotations always."""
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(expert_tiles, "why_not", WHY_NOT)
+    monkeypatch.setattr(expert_passes, "why_not", WHY_NOT)
     monkeypatch.setattr(tiles, "library", tiles.library.__wrapped__)
     monkeypatch.setattr(row_passes, "why_not", lambda: None)
+    monkeypatch.setattr(attention_passes, "why_not", lambda: None)
     for module in (tiles, kernels_built):
         monkeypatch.setattr(module, "LEFT_OUT", {})
     lines: list[str] = []
@@ -233,14 +266,14 @@ def test_without_a_compiler_one_line_says_so(
     cpp_kernels.tell_of_missing_kernels(in_fp32, torch.device("cpu"), lines.append)
     cpp_kernels.tell_of_missing_kernels(in_fp32, torch.device("cuda"), lines.append)
     assert lines == [f"{told}: {problem}"] * 2
-    assert cpp_kernels.in_tiles(experts_in_16_bits) and not cpp_kernels.in_tiles(in_fp32)
+    assert cpp_kernels.experts_suit(experts_in_16_bits) and cpp_kernels.experts_suit(in_fp32)
 
 
 def test_a_plan_counts_products_of_onednn_only_where_they_are(
     experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.training.cpu_room.is_built_by_rows", lambda dtype: True)
-    monkeypatch.setattr(expert_tiles, "why_not", lambda: "there is no compiler")
+    monkeypatch.setattr(expert_passes, "why_not", lambda dtype: "there is no compiler")
     assert product_bytes(experts_in_16_bits) > 0
-    monkeypatch.setattr(expert_tiles, "why_not", lambda: None)
+    monkeypatch.setattr(expert_passes, "why_not", lambda dtype: None)
     assert product_bytes(experts_in_16_bits) == 0
