@@ -97,7 +97,7 @@ def forward(
     ``added(piece)`` is the piece's mask, as ``attend_block`` takes it; each query is in one piece. Sinks join each
     softmax. ``fits`` must be true.
     """
-    q_BQHC, k_BSGC, v_BSGC = (each if each.stride(-1) == 1 else each.contiguous() for each in (q_BQHC, k_BSGC, v_BSGC))
+    q_BQHC, k_BSGC, v_BSGC = (with_rows(each) for each in (q_BQHC, k_BSGC, v_BSGC))
     out_BQHC = q_BQHC.new_empty(q_BQHC.shape)
     batch, n_queries, n_heads, _ = q_BQHC.shape
     lse_BHQ = q_BQHC.new_empty((batch, n_heads, n_queries), dtype=torch.float32)
@@ -118,7 +118,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by queries, keys and values, in their dtype, from what ``forward`` was given and returned."""
     tensors = {"q": q_BQHC, "k": k_BSGC, "v": v_BSGC, "out": out_BQHC, "grad": grad_BQHC}
-    tensors = {name: each if each.stride(-1) == 1 else each.contiguous() for name, each in tensors.items()}
+    tensors = {name: with_rows(each) for name, each in tensors.items()}
     dq_BQHC, dk_BSGC, dv_BSGC = (each.new_empty(each.shape) for each in (q_BQHC, k_BSGC, v_BSGC))
     call(1, {**tensors, "dq": dq_BQHC, "dk": dk_BSGC, "dv": dv_BSGC}, lse_BHQ, pieces, added, None)
     return dq_BQHC, dk_BSGC, dv_BSGC
@@ -142,7 +142,7 @@ def call(
     assert all(tensors[each].shape == tensors["q"].shape for each in ("out", "grad") if each in tensors)
     assert all(each.dtype == tensors["q"].dtype for each in tensors.values())
     assert lse_BHQ.is_contiguous() and n_heads % n_kv_heads == 0
-    masks = [additive(added(piece), torch.float32) for piece in pieces]  # kept until the end of the call
+    masks = [with_rows(additive(added(piece), torch.float32)) for piece in pieces]  # kept until the end of the call
     numbers = [number for pair in zip(pieces, masks, strict=True) for number in numbers_of(*pair)]
     of_pieces = (ctypes.c_int64 * len(numbers))(*numbers)
     sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
@@ -166,6 +166,11 @@ def call(
         raise MemoryError("there is no memory for the heads of one sequence")
 
 
+def with_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, in which the numbers of a row are neighbours."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def heads_of(tensor: Tensor) -> Heads:
     """A tensor (B, Q or S, H or G, C) as C++ takes it."""
     return Heads(tensor.data_ptr(), *tensor.stride()[:3])
@@ -176,8 +181,7 @@ def numbers_of(piece: Piece, mask: Tensor) -> tuple[int, ...]:
     rows, queries, keys = piece
     n_rows, n_heads, n_queries, n_keys = mask.shape
     assert (n_queries, n_keys) == (queries.stop - queries.start, keys.stop - keys.start)
-    of_row, of_head, of_query, of_key = mask.stride()
-    assert of_key == 1 or n_keys == 1
+    of_row, of_head, of_query, _ = mask.stride()
     steps = 0 if n_rows == 1 else of_row, 0 if n_heads == 1 else of_head, of_query
     return rows.start, rows.stop, queries.start, queries.stop, keys.start, keys.stop, mask.data_ptr(), *steps
 

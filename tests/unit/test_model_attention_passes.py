@@ -269,6 +269,8 @@ def check_mask(kind: str, dtype: torch.dtype = BF16) -> None:
         mask = (torch.randn(shape, generator=generator) * (kind == "of heads")).masked_fill_(
             ~sees[:, None], float("-inf")
         )
+    if kind == "of columns":
+        mask = mask.mT.contiguous().mT
     q, k, v, grad = (torch.randn(batch, seq_len, n_heads, 16, generator=generator).to(dtype) for _ in range(4))
     pieces = [Piece(slice(0, batch), slice(first, first + 85), slice(0, seq_len)) for first in (0, 85)]
 
@@ -289,7 +291,7 @@ def check_mask(kind: str, dtype: torch.dtype = BF16) -> None:
         assert torch.allclose(mine.float(), theirs.nan_to_num(0), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("kind", ["bool", "of rows", "of heads"])
+@pytest.mark.parametrize("kind", ["bool", "of rows", "of heads", "of columns"])
 def test_masks_of_any_kind(passes: None, kind: str) -> None:
     check_mask(kind)
 
