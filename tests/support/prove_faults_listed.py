@@ -56,7 +56,7 @@ OLMO2 = (  # with biases, and norms over all heads
 )
 LATENT = ("model.family=deepseek_v3", "model.qk_norm=false", "model.n_kv_heads=8", "model.mla.kv_lora_rank=128")
 MUP, HE = ("model.init={name: mup, base_d_model: 128}", "model.tie_embeddings=false"), "model.init={name: he}"
-GROWING = ("model.rope_scaling={name: yarn, query_growth: 0.1}",)
+QUERY_GROWTH = ("model.rope_scaling={name: yarn, query_growth: 0.1}",)
 OUTPUTS, FIRST_ATTENTION = "modules' outputs", "layers.0.attention, sample"
 LAYER_NORM = ("model.norm=layer", "model.embedding_norm=true")
 LEARNED = ("model.positions=learned", "model.max_positions=1024")
@@ -332,14 +332,14 @@ FAULTS = [
         "queries grow by places in the rank's share under cp (all-to-all)",
         OUTPUTS,
         FIRST_ATTENTION,
-        (*CP, *GROWING),
+        (*CP, *QUERY_GROWTH),
         has_any_family=True,
     ),
     Fault(
         "queries grow by places in the rank's share under cp (ring)",
         OUTPUTS,
         FIRST_ATTENTION,
-        (*RING, *GROWING),
+        (*RING, *QUERY_GROWTH),
         has_any_family=True,
     ),
 ]
