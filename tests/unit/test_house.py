@@ -108,6 +108,29 @@ def test_planted_a_circle_is_seen(tmp_path):
     assert set(circle_among({name: tmp_path / f"{name}.py" for name in ("one", "two")})) == {"one", "two"}
 
 
+def assigned_twice(text: str) -> list[str]:
+    """The names at a module's top that are assigned a second time, by a value that does not use the first one."""
+    found, seen = [], set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign):
+            used = {each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)}
+            parts = [each for target in node.targets for each in ast.walk(target)]
+            named = [each.id for each in parts if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+            found += [name for name in named if name in seen - used]
+            seen |= {*named}
+    return found
+
+
+def test_no_constant_is_overwritten():
+    """Whoever reads the first one gets the second: a planted fault ran with another's overrides for a day."""
+    paths = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+    assert {path.name: twice for path in paths if (twice := assigned_twice(path.read_text()))} == {}
+
+
+def test_planted_constants_of_one_name_are_seen():
+    assert assigned_twice("A, B = 1, 2\nC = A\nB = C\nC = C + 1") == ["B"]
+
+
 def test_folders_under_tests_carry_no_init():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
