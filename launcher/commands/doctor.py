@@ -6,7 +6,6 @@ Libraries are imported in child processes, so that one that crashes or prints do
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.console import open_console, say
-from modeling.kernels.built import compiler_here
+from modeling.kernels.built import compiler_here, words_of
 
 GIB = 2**30
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
@@ -195,7 +194,8 @@ def _processor() -> Iterator[Finding]:
     else:
         yield Finding("cpu bf16", "no units", "lacks", "on the CPU, train.precision=fp32 is faster")
     compiler = compiler_here()
-    if compiler is not None and shutil.which(shlex.split(compiler)[0]):
+    words = words_of(compiler or "")
+    if compiler is not None and words and shutil.which(words[0]):
         yield Finding("C++ compiler", compiler)
     else:
         found = "none" if compiler is None else f"CXX={compiler} is not there"

@@ -57,9 +57,12 @@ def compile_to(path: Path, options: Sequence[str]) -> None:
     compiler = compiler_here()
     if compiler is None:
         raise NotBuilt("there is no C++ compiler; install g++, or set CXX")
+    words = words_of(compiler)
+    if not words:
+        raise NotBuilt(f"CXX={compiler!r} names no compiler; set it to one, or unset it")
     part = path.with_suffix(".part")
     is_ours(part)
-    command = [*shlex.split(compiler), "-shared", "-fPIC", *options, "-o", str(part)]
+    command = [*words, "-shared", "-fPIC", *options, "-o", str(part)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=SECONDS, preexec_fn=end_with_parent
@@ -85,6 +88,14 @@ def end_with_parent() -> None:
 def compiler_here() -> str | None:
     """The C++ compiler of this machine: the command in CXX, else the first that is installed; None if there is none."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command as a shell reads them; none where it would not, such as of quotes that do not end."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
 
 
 def loaded(path: Path) -> ctypes.CDLL:

@@ -68,7 +68,11 @@ def test_the_exit_code_says_whether_training_can_work(capsys, monkeypatch, verdi
 def test_whether_kernels_can_be_compiled(monkeypatch):
     monkeypatch.setenv("CXX", "/bin/sh -e")
     assert Finding("C++ compiler", "/bin/sh -e") in doctor._processor()
-    for command, found in (("/opt/bin/g++", "CXX=/opt/bin/g++ is not there"), ("", "none")):
+    for command, found in (
+        ("/opt/bin/g++", "CXX=/opt/bin/g++ is not there"),
+        ("g++ 'open", "CXX=g++ 'open is not there"),
+        ("", "none"),
+    ):
         monkeypatch.setenv("CXX", command)
         monkeypatch.setenv("PATH", "/none")
         (missing,) = (finding for finding in doctor._processor() if finding.topic == "C++ compiler")

@@ -44,6 +44,13 @@ def test_the_compiler_may_be_a_command_of_several_words(source: Path, monkeypatc
     assert ctypes.CDLL(str(built(source, []))).number() == 7
 
 
+@pytest.mark.parametrize("command", [" ", "g++ 'open"])
+def test_a_command_that_no_shell_reads(source: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(NotBuilt, match=r"^CXX=.* names no compiler; set it to one, or unset it$"):
+        built(source, ["-DNUMBER=3"])
+
+
 def test_what_the_compiler_says_is_one_line(source: Path) -> None:
     with pytest.raises(NotBuilt, match=r"cannot compile it \(.*NUMBER.*not declared.*\); set CXX") as refusal:
         built(source, [])
