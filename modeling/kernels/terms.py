@@ -122,10 +122,10 @@ def term_attention(
 
     Values have as many channels as keys. Where weights are dropped, queries and keys are those of whole samples.
 
-    On a CPU it is computed in C++ (modeling.kernels.attention_passes), unless there are a cap, a bias that is trained,
-    or dropout, or the dtype is fp16. Else all is computed in fp32, whatever the dtype: in 16 bits torch's kernel took
-    1.4 times as long over packed documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX, 2026-11-23),
-    since it prepares a product for each new shape.
+    On a CPU documents are computed in C++ (modeling.kernels.attention_passes), unless there are a cap, a bias that is
+    trained, or dropout, or the dtype is fp16. All else is computed in fp32, whatever the dtype: in 16 bits torch's
+    kernel took 1.4 times as long over packed documents (91 against 62 ms, 8 rows of 512 in 6 documents, without AMX,
+    2026-11-23), since it prepares a product for each new shape.
     """
     assert terms.dropout is None or q_BQHC.shape[1] == k_BSGC.shape[1]
     tensors = (q_BQHC, k_BSGC, v_BSGC, terms.sinks_H, terms.bias_HN)
@@ -148,7 +148,9 @@ class _PieceAttention(torch.autograd.Function):
     ) -> Tensor:
         added = pairs.added(bias_HN)
         is_plain = bias_HN is None and cap is None and dropout is None
-        if is_plain and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC):
+        # masks of all pieces are there at once in C++: those of single documents are parts of one
+        in_cpp = is_plain and isinstance(pairs, Bands) and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC)
+        if in_cpp:
             out_BQHC, lse_BHQ = attention_passes.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
         else:
             out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
@@ -156,7 +158,8 @@ class _PieceAttention(torch.autograd.Function):
                 out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
             out_BQHC = out_BQHC.to(q_BQHC.dtype)
         ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
-        ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout, ctx.is_plain = pairs, pieces, cap, dropout, is_plain
+        ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
+        ctx.is_plain, ctx.in_cpp = is_plain, in_cpp
         return out_BQHC
 
     @staticmethod
@@ -164,7 +167,7 @@ class _PieceAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: what is computed again is given out once
         q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN = saved
         dbias_HN = None
-        if ctx.is_plain and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC):
+        if ctx.in_cpp:
             given = (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ)
             grads = attention_passes.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
         else:
