@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,27 @@ from modeling.kernels import attention_passes, expert_passes, row_passes
 from modeling.kernels.built import leave_out
 from modeling.kernels.tiles import has_matrix_units
 
-Kernel = tuple[Path, Callable[[], str | None]]  # its source, and why this process does not use it
+
+class Kernel(NamedTuple):
+    """A kernel that a run uses: its source, whether it is for matrix units, and why this process does not use it."""
+
+    source: Path
+    needs_units: bool
+    why_not: Callable[[], str | None]
+
+
+def kernels_of(config: RunConfig) -> list[Kernel]:
+    """The kernels in C++ that a run on a CPU uses."""
+    found = [Kernel(row_passes.SOURCE, False, row_passes.why_not)]
+    if config.train.stored == "bf16":
+        found.append(Kernel(attention_passes.TILES, True, attention_passes.why_not_tiles))
+    if config.train.stored != "fp16":
+        found.append(Kernel(attention_passes.VECTORS, False, attention_passes.why_not))
+    if experts_suit(config):
+        dtype = DTYPES[config.train.precision]
+        why_not = partial(expert_passes.why_not, dtype)
+        found.append(Kernel(expert_passes.source(dtype), dtype == torch.bfloat16, why_not))
+    return found
 
 
 def experts_suit(config: RunConfig) -> bool:
@@ -20,9 +41,10 @@ def experts_suit(config: RunConfig) -> bool:
     moe, train = config.model.moe, config.train
     if moe is None or not config.model.has_experts or moe.expert_bias or moe.swiglu_limit is not None:
         return False
-    dtype = DTYPES.get(train.precision)
-    is_for = dtype in expert_passes.DTYPES
-    return dtype is not None and is_for and expert_passes.suits(config.model.d_model, moe.d_ff, dtype.itemsize)
+    dtype = DTYPES.get(train.precision)  # in 8 bits products are others
+    if dtype is None or dtype not in expert_passes.DTYPES:
+        return False
+    return expert_passes.suits(config.model.d_model, moe.d_ff, dtype.itemsize)
 
 
 def tell_of_missing_kernels(
@@ -39,21 +61,13 @@ def tell_of_missing_kernels(
     """
     if device.type != "cpu":
         return
-    used: list[Kernel] = [(row_passes.SOURCE, row_passes.why_not), (attention_passes.VECTORS, attention_passes.why_not)]
-    on_units: list[Kernel] = []
-    if config.train.stored == "bf16":
-        on_units.append((attention_passes.TILES, attention_passes.why_not_tiles))
-    if experts_suit(config):
-        dtype = DTYPES[config.train.precision]
-        kernel = expert_passes.source(dtype), partial(expert_passes.why_not, dtype)
-        (on_units if dtype == torch.bfloat16 else used).append(kernel)
     told = list[str]()
-    for source, why_not in used + on_units:
-        problem = share(why_not())
+    for kernel in kernels_of(config):
+        problem = share(kernel.why_not())
         if problem is None:
             continue
-        leave_out(source, problem)
-        if (source, why_not) in used or has_matrix_units():  # else nothing is missing that this processor could use
+        leave_out(kernel.source, problem)
+        if not kernel.needs_units or has_matrix_units():  # else nothing is missing that this processor could use
             told.append(problem)
     for problem in dict.fromkeys(told):
         tell(f"kernels in C++ are not used, so steps take longer: {problem}")

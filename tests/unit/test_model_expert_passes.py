@@ -269,6 +269,20 @@ def test_without_a_compiler_one_line_says_so(
     assert cpp_kernels.experts_suit(experts_in_16_bits) and cpp_kernels.experts_suit(in_fp32)
 
 
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("fp32", ["rows", "attention_vectors", "expert_vectors"]),
+        ("bf16", ["rows", "attention_tiles", "attention_vectors", "expert_tiles"]),
+        ("fp8", ["rows", "attention_tiles", "attention_vectors"]),
+        ("fp16", ["rows"]),
+    ],
+)
+def test_a_run_compiles_what_it_uses(experts_in_16_bits: RunConfig, precision: str, names: list[str]) -> None:
+    config = replace(experts_in_16_bits, train=replace(experts_in_16_bits.train, precision=precision))
+    assert [kernel.source.stem for kernel in cpp_kernels.kernels_of(config)] == names
+
+
 def test_a_plan_counts_products_of_onednn_only_where_they_are(
     experts_in_16_bits: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
