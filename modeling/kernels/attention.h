@@ -1,7 +1,7 @@
 // Attention over packed documents on a CPU: what both passes are given, and in which parts they take it.
 //
 // FlashAttention-2 (arXiv:2307.08691), sections 3.1 and 3.2, for pieces of documents. A thread takes one row of the
-// batch and one key-value head at a time, with all query heads that share it: keys are prepared once for HEADS of these.
+// batch and one key-value head at a time, with all query heads that share it: keys are prepared once for some of these.
 //
 // Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C channels, W channels in whole blocks.
 #pragma once
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t QUERIES = 128;  // whose scores are in the cache at once
 constexpr int64_t KEYS = 256;
-constexpr int64_t HEADS = 4;
+constexpr int64_t HEADS = 4;      // query heads for which keys are prepared once
 constexpr float HIDDEN = -INFINITY;  // what is added to the score of a key that a query does not see
 
 // A tensor (B, Q or S, H or G, C): where it begins, and how many numbers apart neighbours are; channels are one.

@@ -124,7 +124,8 @@ void forward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
           factors[i] = sees_nothing ? 0 : 1 / sums[at + i];
           lse[first + i] = sees_nothing ? HIDDEN : tops[at + i] + std::log(sums[at + i]);
         }
-        store_tokens(out + at * W, factors, all.out.at<Bf16>(row, query + first, head + each), all.out.of_token, n_rows, C);
+        Bf16* to = all.out.at<Bf16>(row, query + first, head + each);
+        store_tokens(out + at * W, factors, to, all.out.of_token, n_rows, C);
       }
     }
   });
@@ -169,18 +170,13 @@ struct Factors {
 
 // Adds a block of sums (32 channels, 32 keys), transposed, to n rows.
 void add_transposed(const float* sums, float* to, int64_t stride, int64_t n) {
+  const auto add = [](float* at, __m512 more) { _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), more)); };
   for (int64_t half = 0; half < 2; half++) {
-    __m512i low[16], high[16];
-    for (int row = 0; row < 16; row++) {
-      low[row] = _mm512_load_si512(sums + half * SUMS + row * TILE_ROWS);
-      high[row] = _mm512_load_si512(sums + (2 + half) * SUMS + row * TILE_ROWS);
-    }
-    transpose(low);
-    transpose(high);
+    const TransposedHalf rows(sums, half);
     for (int64_t row = 0; row < std::min(TILE_ROWS, n - half * TILE_ROWS); row++) {
       float* at = to + (half * TILE_ROWS + row) * stride;
-      _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), _mm512_castsi512_ps(low[row])));
-      _mm512_store_ps(at + TILE_ROWS, _mm512_add_ps(_mm512_load_ps(at + TILE_ROWS), _mm512_castsi512_ps(high[row])));
+      add(at, rows.first(row));
+      add(at + TILE_ROWS, rows.second(row));
     }
   }
 }
@@ -204,15 +200,16 @@ void store_sums(const float* sums, Heads to, int64_t row, int64_t head, int64_t 
   for (int64_t token = 0; token < n; token++)
     for (int64_t c = 0; c < n_channels; c += BLOCK) {
       const float* at = sums + token * width + c;
-      store(to.at<Bf16>(row, token, head) + c, narrow(_mm512_load_ps(at), _mm512_load_ps(at + TILE_ROWS)), n_channels - c);
+      const Whole numbers = narrow(_mm512_load_ps(at), _mm512_load_ps(at + TILE_ROWS));
+      store(to.at<Bf16>(row, token, head) + c, numbers, n_channels - c);
     }
 }
 
 void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) {
   const int64_t C = all.n_channels, W = all.width();
   alignas(64) float sums[BLOCK_SUMS], grad_sums[BLOCK_SUMS];
-  const float ones[BLOCK] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                             1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  float ones[BLOCK];
+  std::fill_n(ones, BLOCK, 1.0f);
   Bf16* q = room.take<Bf16>(HEADS * QUERIES * W);
   Bf16* q_channels = room.take<Bf16>(HEADS * QUERIES * W);
   Bf16* grad = room.take<Bf16>(HEADS * QUERIES * W);
@@ -243,7 +240,8 @@ void backward_of(const Attention& all, int64_t row, int64_t kv_head, Room room) 
       pack_tokens(grad + at * W, grad_at, all.grad.of_token, n, C, W);
       pack_channels(q_channels + at * W, q_at, all.q.of_token, n, C);
       pack_channels(grad_channels + at * W, grad_at, all.grad.of_token, n, C);
-      products_of(means + at, grad_at, all.grad.of_token, all.out.at<Bf16>(row, query, head + each), all.out.of_token, n, C);
+      const Bf16* out_at = all.out.at<Bf16>(row, query, head + each);
+      products_of(means + at, grad_at, all.grad.of_token, out_at, all.out.of_token, n, C);
       const float* given = all.lse_at(row, query, head + each);
       for (int64_t i = 0; i < n; i++) lse[at + i] = given[i] == HIDDEN ? 0 : given[i];
     }

@@ -9,7 +9,8 @@ namespace {
 
 // n rows of a tensor's tokens, in fp32, as rows of W numbers; channels beyond the last are zero.
 template <class Number>
-void take_rows(float* to, const Heads& from, int64_t row, int64_t token, int64_t head, int64_t n, const Attention& all) {
+void take_rows(float* to, const Heads& from, int64_t row, int64_t token, int64_t head, int64_t n,
+               const Attention& all) {
   const int64_t C = all.n_channels, W = all.width();
   for (int64_t i = 0; i < n; i++) {
     const Number* at = from.at<Number>(row, token + i, head);

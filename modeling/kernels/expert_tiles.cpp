@@ -76,16 +76,9 @@ inline void store_rows(const float* sums, Bf16* matrix, int64_t n, int64_t width
 // A block of sums in bf16, transposed.
 inline void store_transposed(const float* sums, Bf16* matrix, int64_t width) {
   for (int64_t half = 0; half < 2; half++) {
-    __m512i low[16], high[16];
-    for (int row = 0; row < 16; row++) {
-      low[row] = _mm512_load_si512(sums + half * SUMS + row * TILE_ROWS);
-      high[row] = _mm512_load_si512(sums + (2 + half) * SUMS + row * TILE_ROWS);
-    }
-    transpose(low);
-    transpose(high);
-    for (int row = 0; row < 16; row++)
-      store(matrix + (half * TILE_ROWS + row) * width,
-            narrow(_mm512_castsi512_ps(low[row]), _mm512_castsi512_ps(high[row])));
+    const TransposedHalf rows(sums, half);
+    for (int64_t row = 0; row < TILE_ROWS; row++)
+      store(matrix + (half * TILE_ROWS + row) * width, narrow(rows.first(row), rows.second(row)));
   }
 }
 
@@ -301,7 +294,7 @@ int forward(const Layer<Bf16>* layer, const int64_t* experts, int64_t n_experts)
   const int64_t most = rows_at_once(FORWARD_BYTES, 2 * (D + F), 64, 512);
   const size_t bytes = 2 * (3 * F * D + most * (D + F)) + 1024;
   return with_tiles(*layer, experts, n_experts, bytes,
-                     [&](const Layer<Bf16>& each, int64_t expert, Room room) { forward_of(each, expert, room, most); });
+                     [&](const Layer<Bf16>& all, int64_t expert, Room room) { forward_of(all, expert, room, most); });
 }
 
 // The backward pass of some experts: all gradients. Those of experts without rows are left as they are.
@@ -310,6 +303,6 @@ int backward(const Layer<Bf16>* layer, const int64_t* experts, int64_t n_experts
   const int64_t most = rows_at_once(BACKWARD_BYTES, 6 * D + 10 * F, 256, 1024);
   const size_t bytes = 2 * (5 * F * D + most * (4 * D + 7 * F)) + 4 * (3 * F * D + most) + 2048;
   return with_tiles(*layer, experts, n_experts, bytes,
-                     [&](const Layer<Bf16>& each, int64_t expert, Room room) { backward_of(each, expert, room, most); });
+                     [&](const Layer<Bf16>& all, int64_t expert, Room room) { backward_of(all, expert, room, most); });
 }
 }

@@ -146,13 +146,13 @@ extern "C" {
 int forward(const Layer<float>* layer, const int64_t* experts, int64_t n_experts) {
   const int64_t D = layer->d_model, F = layer->d_ff, most = rows_at_once(FORWARD_BYTES, 4 * (D + 3 * F), 32, 512);
   return each_expert(*layer, experts, n_experts, forward_bytes(D, F, most),
-                     [&](const Layer<float>& each, int64_t expert, Room room) { forward_of(each, expert, room, most); });
+                     [&](const Layer<float>& all, int64_t expert, Room room) { forward_of(all, expert, room, most); });
 }
 
 // The backward pass of some experts: all gradients. Those of experts without rows are left as they are.
 int backward(const Layer<float>* layer, const int64_t* experts, int64_t n_experts) {
   const int64_t D = layer->d_model, F = layer->d_ff, most = rows_at_once(BACKWARD_BYTES, 4 * (2 * D + 6 * F), 64, 512);
   return each_expert(*layer, experts, n_experts, backward_bytes(D, F, most),
-                     [&](const Layer<float>& each, int64_t expert, Room room) { backward_of(each, expert, room, most); });
+                     [&](const Layer<float>& all, int64_t expert, Room room) { backward_of(all, expert, room, most); });
 }
 }

@@ -34,7 +34,10 @@ def library(source: Path, further: Sequence[str]) -> ctypes.CDLL:
 
 
 def compiled(source: Path, options: Sequence[str]) -> Path:
-    """The library made from a source and the headers beside it. Raises NotBuilt where there can be none."""
+    """The library made from a source and the headers beside it, for this processor, with the compiler's ``options``.
+
+    Raises NotBuilt where there can be none.
+    """
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")

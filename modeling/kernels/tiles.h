@@ -195,6 +195,21 @@ inline void transpose(__m512i rows[16]) {
   }
 }
 
+// 16 rows of a block's transpose, the upper or the lower ones: 32 numbers each.
+struct TransposedHalf {
+  __m512i low[16], high[16];
+  TransposedHalf(const float* sums, int64_t half) {
+    for (int row = 0; row < 16; row++) {
+      low[row] = _mm512_load_si512(sums + half * SUMS + row * TILE_ROWS);
+      high[row] = _mm512_load_si512(sums + (2 + half) * SUMS + row * TILE_ROWS);
+    }
+    transpose(low);
+    transpose(high);
+  }
+  __m512 first(int64_t row) const { return _mm512_castsi512_ps(low[row]); }
+  __m512 second(int64_t row) const { return _mm512_castsi512_ps(high[row]); }
+};
+
 // Up to 32 numbers, of which n are there; the others are zero.
 inline Whole load(const Bf16* from, int64_t n) {
   return n >= BLOCK ? load(from) : _mm512_maskz_loadu_epi16(n > 0 ? (1u << n) - 1 : 0, from);

@@ -2,12 +2,12 @@
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from modeling.kernels.built import LEFT_OUT, NotBuilt, built, loaded
+from modeling.kernels.built import LEFT_OUT, NotBuilt, loaded
+from modeling.kernels.native import compiled
 
 VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
 OPTIONS = ("-O3", "-w", "-std=c++17", "-fopenmp-simd", *VECTORS, "-mamx-tile", "-mamx-bf16")
@@ -39,10 +39,4 @@ def problem(source: Path) -> str | None:
 @functools.cache
 def library(source: Path) -> ctypes.CDLL:
     """The passes of this source, compiled if need be. Raises NotBuilt where they cannot be."""
-    return loaded(compiled(source))
-
-
-def compiled(source: Path, options: Sequence[str] = OPTIONS) -> Path:
-    """The library made from a source and the headers beside it. Raises NotBuilt where there can be none."""
-    headers = sorted(source.parent.glob("*.h"))
-    return built(source, options, also=b"".join(path.read_bytes() for path in headers))
+    return loaded(compiled(source, OPTIONS))

@@ -43,6 +43,7 @@ inline void multiply(float* out, int64_t out_stride, Left left, const float* rig
   }
 }
 
+// The same for all whole ROWS_HERE from ``row`` on, which is then the first row that is left.
 template <int64_t ROWS_HERE, bool ADDS>
 void multiply_rows(float* out, int64_t out_stride, Left left, const float* right, int64_t right_stride, int64_t& row,
                    int64_t n_rows, int64_t n_inner) {
@@ -52,7 +53,7 @@ void multiply_rows(float* out, int64_t out_stride, Left left, const float* right
                               n_inner);
 }
 
-constexpr int64_t INNER = 192;  // of the inner dim at once, so that what COLUMNS of the right factor take stays in the cache
+constexpr int64_t INNER = 192;  // of the inner dim at once, so that COLUMNS of the right factor stay in the cache
 
 // The product (n_rows, n_columns), or the same added to ``out``. Columns come in whole blocks.
 template <bool ADDS>

@@ -24,7 +24,7 @@ def on_units(source: Path, kind: str) -> ctypes.CDLL:
     if NEEDS_VECTORS is not None:
         pytest.skip(NEEDS_VECTORS)
     options = tiles.OPTIONS if kind == "units" else (*tiles.OPTIONS, WITHOUT_TILES)
-    return prepared(loaded(tiles.compiled(source, options)))
+    return prepared(loaded(native.compiled(source, options)))
 
 
 def prepared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -39,7 +39,7 @@ Change = tuple[str, str]  # what is replaced, and by what
 def broken_for_units(source: Path, folder: Path, *changes: Change) -> ctypes.CDLL:
     """The passes of a source for matrix units, as ``broken`` makes them, with plain loops in the units' place."""
     options = ["-O1" if each == "-O3" else each for each in tiles.OPTIONS]
-    return prepared(broken(source, folder, changes, lambda path: tiles.compiled(path, [*options, WITHOUT_TILES])))
+    return prepared(broken(source, folder, changes, lambda path: native.compiled(path, [*options, WITHOUT_TILES])))
 
 
 def broken_for_vectors(source: Path, further: tuple[str, ...], folder: Path, *changes: Change) -> ctypes.CDLL:

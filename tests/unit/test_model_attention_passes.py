@@ -21,7 +21,7 @@ from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
 from modeling.kernels import attention_passes, native
-from modeling.kernels.attention import attend
+from modeling.kernels.attention import attend, masked_attention
 from modeling.pieces import Piece
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
 from packed_heads import FEW, contexts, heads
@@ -297,7 +297,7 @@ def test_masks_of_any_kind(passes: None, kind: str) -> None:
 
 
 def test_what_is_taken_in_cpp(passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 and bf16, of whole sequences; nothing that is fake, capped, biased or dropped."""
+    """fp32 and bf16, documents of whole sequences; nothing that is fake, capped, biased or dropped."""
     context = packed((4, 8))
     q, k, v = heads(context, 4, 2, 0, BF16)
     names = called(monkeypatch)
@@ -311,6 +311,7 @@ def test_what_is_taken_in_cpp(passes: None, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         attend(q, k, v, context, None, terms).float().sum().backward()
     attend(*(each.half() for each in (q, k, v)), context, None)
+    masked_attention(q, k, v, context.mask_BSS(None), ScoreTerms(sinks_H=torch.zeros(4)))  # masks of whole rows
     assert names == ["forward"] * 2
     assert attention_passes.fits(q, k, v)
     assert not attention_passes.fits(q[:, -1:], k, v)  # one more token of a sequence that is kept
@@ -359,8 +360,8 @@ ON_UNITS = {
     "the mean is not taken off": ("set1_ps(means[at])", "set1_ps(0.0f)"),
     "heads that share a key replace each other": ("add_product(dk_at,", "product(dk_at,"),
     "later pieces replace the first ones'": (
-        "_mm512_add_ps(_mm512_load_ps(at), _mm512_castsi512_ps(low[row]))",
-        "_mm512_castsi512_ps(low[row])",
+        "_mm512_add_ps(_mm512_load_ps(at), more)",
+        "more",
     ),
     "keys' gradients are not transposed": ("    transpose(low);\n    transpose(high);\n", ""),
     "channels of the second half are lost": ("to += TILE;\n", ""),

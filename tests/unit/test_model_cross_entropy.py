@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpp_passes import broken_for_vectors
+from cpp_passes import NEEDS_COMPILER, broken_for_vectors
 from modeling.kernels import native, row_passes, threads
-from modeling.kernels.built import compiler_here
 from modeling.loss import IGNORE, losses_and_gradient
 
 GRADIENT_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -20,7 +19,7 @@ Z_LOSS = 1e-2
 SIZES = ((1, 1), (5, 17), (40, 1030), (3, 5000))  # targets and vocabulary
 
 
-pytestmark = pytest.mark.skipif(compiler_here() is None, reason="this machine has no C++ compiler")
+pytestmark = pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
 
 
 @pytest.fixture(autouse=True)
