@@ -14,6 +14,7 @@ from modeling.dims import Weight
 from modeling.kernels import row_passes
 from modeling.kernels.by_rows import pieces
 from modeling.kernels.fuse import Fuse, plainly
+from modeling.kernels.stand_ins import standing_in
 
 IGNORE = -100  # a target that does not count
 # Logits that exist at once: 64 MiB on a CPU in 16 bits (half as many logits in 32); 3 GiB on CUDA, where each logit
@@ -190,7 +191,15 @@ def losses_and_gradient(
     if row_passes.fits(logits_TV) and logits_TV.is_contiguous():
         ways = {"ignored": IGNORE, "z_loss": z_loss, "writes": wants_gradient}
         losses_T, logs_T = row_passes.cross_entropies(logits_TV, targets_T, **ways)
-        return losses_T, logs_T.square(), logits_TV if wants_gradient else None
+    else:
+        name = "cross_entropies_written" if wants_gradient else "cross_entropies"
+        with standing_in(lambda: row_passes.kernel(name, logits_TV)):
+            losses_T, logs_T = losses_by_torch(logits_TV, targets_T, wants_gradient, z_loss)
+    return losses_T, logs_T.square(), logits_TV if wants_gradient else None
+
+
+def losses_by_torch(logits_TV: Tensor, targets_T: Tensor, wants_gradient: bool, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Each target's cross-entropy and logsumexp. The logits are overwritten by the gradient if it is wanted."""
     found: list[tuple[Tensor, Tensor]] = []
     for rows in cached_rows(logits_TV):
         softmax_TV = torch.empty_like(logits_TV[rows], dtype=torch.float32).copy_(logits_TV[rows])
@@ -199,7 +208,7 @@ def losses_and_gradient(
         if wants_gradient:
             logits_TV[rows] = logits_gradient(softmax_TV, targets_T[rows], counts_T, z_slope(logs_T, z_loss))
     losses_T, logs_T = (torch.cat(each) for each in zip(*found, strict=True))
-    return losses_T, logs_T.square(), logits_TV if wants_gradient else None
+    return losses_T, logs_T
 
 
 def fused_losses(logits_TV: Tensor, targets_T: Tensor, *, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,15 +3,18 @@
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launcher.processor.kernels import kind_and_shape
 from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
+from modeling.kernels.stand_ins import OBSERVERS, Kernel
 
 # A tensor of at least so many bytes is mapped anew each time it is allocated, and each of its pages faults when it is
 # first written (launcher.training.heap.keep_heap_from_growing).
@@ -40,21 +43,24 @@ class Ask(NamedTuple):
     """One kind of work, the key by which operations are summed. Sizes in ``shape`` are rounded to powers of two."""
 
     phase: Phase
-    kind: str  # product, attention, a family, "pages", "call", or a collective
+    kind: str  # product, attention, a family, "pages", "call", a collective, or a kernel in C++
     dtype: str
     shape: tuple[int, ...]  # for a product: rows, depth, columns, and whether each factor is transposed
-    level: str  # for a family: the nearest memory that holds what it moves; for a collective: "wire"
+    level: str  # for what moves bytes: the nearest memory that holds them; for a collective: "wire"
 
 
 class Amounts(NamedTuple):
-    """The number of calls, and their units in all: FLOPs for products and attention, bytes for everything else."""
+    """The number of calls, and their units in all: FLOPs of what multiplies matrices, bytes of everything else."""
 
     calls: int
     units: float
 
 
 class StepRecorder(TorchDispatchMode):
-    """A mode that sums up the work of all operations while it is entered; ``found`` gives the result."""
+    """A mode that sums up the work of all operations while it is entered; ``found`` gives the result.
+
+    Operations that stand in for a kernel in C++ count as one call of that kernel.
+    """
 
     def __init__(self, regions: Regions) -> None:
         super().__init__()
@@ -62,14 +68,35 @@ class StepRecorder(TorchDispatchMode):
         self.calls: Counter[Ask] = Counter()
         self.units: dict[Ask, float] = {}
         self.unwritten: dict[int, int] = {}  # large storage -> bytes of it that were not written to yet
+        self.in_kernel = False
+
+    def __enter__(self) -> Self:
+        OBSERVERS.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        OBSERVERS.remove(self)
+
+    @contextmanager
+    def instead_of(self, kernel: Kernel) -> Iterator[None]:
+        """A context whose operations count as one call of this kernel (``modeling.kernels.stand_ins.Observer``)."""
+        phase = self.regions.now()[1]
+        self.add(Ask(phase, "call", "", (), ""), 0)
+        self.add(*asked_kernel(phase, kernel))
+        self.in_kernel = True
+        try:
+            yield
+        finally:
+            self.in_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         phase = self.regions.now()[1]
-        if func._schema.name not in ASKED_OF_FAKES:
+        if func._schema.name not in ASKED_OF_FAKES and not self.in_kernel:
             self.add(Ask(phase, "call", "", (), ""), 0)
         work = work_of(func, args, kwargs, out)
-        if work is not None:
+        if work is not None and not self.in_kernel:
             self.add(*asked(phase, work, args, kwargs, out))
         pages = self.pages(func._schema.name, args, kwargs, out, is_work=work is not None)
         if pages:
@@ -120,14 +147,27 @@ def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[A
         query, key = given[first : first + 2]
         shape = (int(bool(first)), *map(rough, (query[..., 0, 0].numel(), *query.shape[-2:], key.shape[-2])))
         return Ask(phase, "attention", dtype_of([query]), shape, ""), work.flops
-    level = next((name for name, most in zip(LEVELS, CACHED_BYTES, strict=False) if work.bytes <= most), LEVELS[-1])
     made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
     family = FAMILY_OF.get(work.name, "add")
     if family == "copy" and len({each.dtype for each in (*given, *made)}) > 1:
         family = "cast"
     if work.name == "_to_copy":
         family = "cast"
-    return Ask(phase, family, dtype_of([*given, *made]), (), level), work.bytes
+    return Ask(phase, family, dtype_of([*given, *made]), (), level_of(work.bytes)), work.bytes
+
+
+def asked_kernel(phase: Phase, kernel: Kernel) -> tuple[Ask, float]:
+    """The kind of work of a kernel in C++, and its units."""
+    dtype = "fp32" if kernel.dtype == torch.float32 else "bf16"
+    kind, shape = kind_and_shape(kernel, rough)
+    if kernel.flops:
+        return Ask(phase, kind, dtype, shape, ""), kernel.flops
+    return Ask(phase, kind, dtype, shape, level_of(kernel.n_bytes)), kernel.n_bytes
+
+
+def level_of(n_bytes: int) -> str:
+    """The nearest memory that holds so many bytes."""
+    return next((name for name, most in zip(LEVELS, CACHED_BYTES, strict=False) if n_bytes <= most), LEVELS[-1])
 
 
 def product_shape(name: str, given: Sequence[torch.Tensor]) -> tuple[int, ...]:

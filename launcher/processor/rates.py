@@ -5,29 +5,23 @@ step of the planned config is run.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from launcher.processor.kernels import kernel_seconds
 from launcher.processor.ops import Ask
+from launcher.processor.timing import DTYPES, MOVED, one_after_another, typical_seconds
 
 SHARE_SECONDS = 1.0  # how long each process computes to measure its share of a core; done twice
-SECONDS = 0.02  # the least processor time for which each measured call is repeated
-LEAST_CALLS, MOST_CALLS = 3, 200
-# Bytes that the measured operation moves, in the middle of each level's range (launcher.processor.ops.CACHED_BYTES).
-MOVED = {"near": 128 << 10, "shared": 3 << 20, "memory": 48 << 20}
 WIDTH = 256  # elements of a row, where rows are gathered
 FRESH_BYTES = 16 << 20  # bytes of a new tensor whose pages fault
-COLD_BYTES = 64 << 20  # more than caches hold
 SMALL, LARGE = 1 << 10, 4 << 20  # bytes of the two measured messages
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -67,23 +61,12 @@ def core_share() -> float:
     return (time.process_time() - before) / (time.perf_counter() - began)
 
 
-def typical_seconds(work: Callable[[], object]) -> float:
-    """The median processor time of a call in seconds, after a first one that warms up.
-
-    Other work on the machine affects processor time less than wall time.
-    """
-    work()
-    found, began = [], time.process_time()
-    while len(found) < LEAST_CALLS or (time.process_time() - began < SECONDS and len(found) < MOST_CALLS):
-        before = time.process_time()
-        work()
-        found.append(time.process_time() - before)
-    return median(found)
-
-
 def unit_seconds(ask: Ask) -> float:
     """Seconds of one FLOP or byte of this kind of work."""
     dtype = DTYPES.get(ask.dtype, torch.float32)
+    in_cpp = kernel_seconds(ask.kind, dtype, ask.shape, ask.level)
+    if in_cpp is not None:
+        return in_cpp
     match ask.kind:
         case "product":
             return product_seconds(ask.shape, dtype)
@@ -146,16 +129,6 @@ def attention_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
         torch.autograd.grad(out, given, grad, retain_graph=True)
 
     return typical_seconds(backward) / (BACKWARD_PRODUCTS * flops)
-
-
-def one_after_another(make: Callable[[], tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """An endless cycle through results of ``make``, so many that no cache holds one any more when it comes again.
-
-    A step likewise reads hundreds of megabytes before it uses the same weights again.
-    """
-    first = make()
-    size = sum(each.nbytes for each in tree_leaves(first) if isinstance(each, torch.Tensor))
-    return cycle([first, *(make() for _ in range(min(MOST_CALLS, COLD_BYTES // size)))])
 
 
 def page_seconds() -> float:

@@ -42,8 +42,8 @@ class Share:
 
 def part_of(ask: Ask) -> str:
     """The part of the step under which this work is listed."""
-    named = {"product": PRODUCTS, "attention": SCORES, "call": HOST}
-    return named.get(ask.kind, WIRES if ask.level == "wire" else BYTES)
+    named = {"product": PRODUCTS, "experts": PRODUCTS, "attention": SCORES, "call": HOST}
+    return named.get(ask.kind.split()[0], WIRES if ask.level == "wire" else BYTES)
 
 
 def share_of(config: RunConfig, found: Mapping[Ask, Amounts], machine: Machine, per_call: float) -> Share:

@@ -19,6 +19,7 @@ from torch.autograd.profiler import record_function
 from modeling.kernels import native, tiles
 from modeling.kernels.blocks import additive
 from modeling.kernels.direct import is_plain
+from modeling.kernels.stand_ins import Kernel, Pass
 from modeling.kernels.threads import each_part
 from modeling.pieces import Piece
 
@@ -26,8 +27,9 @@ TILES = Path(__file__).with_name("attention_tiles.cpp")
 VECTORS = TILES.with_name("attention_vectors.cpp")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 NAME = "attention_passes"  # in a profile
+PRODUCTS = {"forward": 2, "backward": 5}  # of queries, keys and channels
 
-Pass = Callable[..., int]
+Compiled = Callable[..., int]
 
 
 class Heads(ctypes.Structure):
@@ -62,7 +64,7 @@ def why_not() -> str | None:
     return native.why_not(VECTORS, native.FUSED)
 
 
-def passes_of(dtype: torch.dtype) -> tuple[Pass, Pass] | None:
+def passes_of(dtype: torch.dtype) -> tuple[Compiled, Compiled] | None:
     """The forward and the backward pass for heads of this dtype on this machine; None where there are none."""
     if dtype == torch.bfloat16 and why_not_tiles() is None:
         library = tiles.library(TILES)
@@ -78,10 +80,30 @@ def fits(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> bool:
 
     Values have as many channels as keys.
     """
+    return is_plain((q_BQHC, k_BSGC, v_BSGC)) and has_passes(q_BQHC, k_BSGC, v_BSGC)
+
+
+def has_passes(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> bool:
+    """``fits``, whoever may observe them."""
     given, dtype = (q_BQHC, k_BSGC, v_BSGC), q_BQHC.dtype
-    if any(each.dtype != dtype or not each.is_cpu for each in given) or not is_plain(given):
+    if any(each.dtype != dtype or not each.is_cpu for each in given):
         return False
     return q_BQHC.shape[1] == k_BSGC.shape[1] and q_BQHC.numel() > 0 and passes_of(dtype) is not None
+
+
+def kernel(of: Pass, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece]) -> Kernel | None:
+    """A pass over all pairs of the pieces; None where C++ has none for them. By shape: H, G, C, S, most keys."""
+    if not has_passes(q_BQHC, k_BSGC, v_BSGC):
+        return None
+    _, seq_len, n_heads, d_head = q_BQHC.shape
+    n_keys = [piece.keys.stop - piece.keys.start for piece in pieces]
+    n_pairs = sum(
+        (rows.stop - rows.start) * (queries.stop - queries.start) * n
+        for (rows, queries, _), n in zip(pieces, n_keys, strict=True)
+    )
+    flops = 2.0 * PRODUCTS[of] * n_heads * n_pairs * d_head
+    shape = (n_heads, k_BSGC.shape[2], d_head, seq_len, max(n_keys))
+    return Kernel("attention", q_BQHC.dtype, shape, flops=flops, of=of)
 
 
 def forward(

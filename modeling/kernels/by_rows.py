@@ -17,6 +17,7 @@ from torch.autograd import Function
 from modeling.kernels import row_passes
 from modeling.kernels.direct import is_plain
 from modeling.kernels.scratch import SCRATCH
+from modeling.kernels.stand_ins import standing_in
 
 PIECE_BYTES = 1 << 20  # of the rows computed at once, in fp32; docs/measurements.md has the times of other sizes
 # Rows over which torch's kernel sums the gradient by a norm's weight one after another: off by 5e-7 of the largest.
@@ -69,20 +70,9 @@ class _RMSNorm(Function):
         hidden_ND = hidden.reshape(-1, hidden.shape[-1])
         if row_passes.fits(hidden, weight_D):
             out_ND, scale_N1 = row_passes.norm(hidden_ND, weight_D, norm_eps=norm_eps, adds_one=adds_one)
-            ctx.save_for_backward(hidden, weight_D, scale_N1)
-            return out_ND.view(hidden.shape)
-        out_ND = torch.empty_like(hidden_ND)
-        scale_N1 = hidden_ND.new_empty((len(hidden_ND), 1), dtype=torch.float32)
-        factor_D = factor_of(weight_D, adds_one=adds_one)
-        for part in pieces(len(hidden_ND), n_rows):
-            wide_ND = widened(hidden_ND[part])
-            scale_N1[part] = torch.linalg.vector_norm(wide_ND, dim=-1, keepdim=True).square_()
-            scale_N1[part].div_(hidden.shape[-1]).add_(norm_eps).rsqrt_()
-            unit_ND = torch.mul(wide_ND, scale_N1[part], out=SCRATCH.take("norm: unit", wide_ND.shape, wide_ND))
-            if adds_one or hidden.dtype == torch.float32:
-                out_ND[part] = unit_ND.mul_(factor_D)
-            else:  # rounded before the weight, as in transformers
-                torch.mul(unit_ND.to(hidden.dtype), weight_D, out=out_ND[part])
+        else:
+            with standing_in(lambda: row_passes.kernel("norm", hidden_ND, weight_D)):
+                out_ND, scale_N1 = norm_by_torch(hidden_ND, weight_D, norm_eps, adds_one, n_rows)
         ctx.save_for_backward(hidden, weight_D, scale_N1)
         return out_ND.view(hidden.shape)
 
@@ -94,24 +84,53 @@ class _RMSNorm(Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         if row_passes.fits(hidden, weight_D, grad):
             wanted = {"by_rows": wants_hidden, "by_weight": wants_weight}
-            by_hidden, by_weight = row_passes.norm_gradients(grad_ND, hidden_ND, factor_D, scale_N1, **wanted)
-            by_hidden = None if by_hidden is None else by_hidden.view(hidden.shape)
-            return by_hidden, None if by_weight is None else by_weight.to(weight_D.dtype), None, None, None
-        by_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        by_weight_D, zeros_N1 = torch.zeros_like(factor_D), torch.zeros_like(scale_N1)
-        for part in pieces(len(hidden_ND), min(ctx.n_rows, SUMMED_ROWS)):
-            wide_ND, wide_grad_ND = widened(hidden_ND[part]), widened(grad_ND[part], "norm: gradient")
-            given = (wide_grad_ND, wide_ND, factor_D.shape, zeros_N1[part], scale_N1[part], factor_D, None)
-            centred_ND, summed_D, _ = torch.ops.aten.native_layer_norm_backward(
-                *given, (wants_hidden, wants_weight, False)
-            )
-            if wants_weight:
-                by_weight_D += summed_D
-            if by_hidden_ND is not None:  # add back what a layer norm subtracts for its mean
-                mean_N1 = (wide_grad_ND @ factor_D)[:, None].mul_(scale_N1[part]).div_(hidden.shape[-1])
-                by_hidden_ND[part] = centred_ND.add_(mean_N1)
-        by_hidden = None if by_hidden_ND is None else by_hidden_ND.view(hidden.shape)
-        return by_hidden, by_weight_D.to(weight_D.dtype) if wants_weight else None, None, None, None
+            found = row_passes.norm_gradients(grad_ND, hidden_ND, factor_D, scale_N1, **wanted)
+        else:
+            n_rows = min(ctx.n_rows, SUMMED_ROWS)
+            with standing_in(lambda: row_passes.kernel("norm_gradients", hidden_ND, weight_D, grad_ND)):
+                found = norm_gradients_by_torch(
+                    grad_ND, hidden_ND, factor_D, scale_N1, (wants_hidden, wants_weight), n_rows
+                )
+        by_hidden = None if found[0] is None else found[0].view(hidden.shape)
+        return by_hidden, None if found[1] is None else found[1].to(weight_D.dtype), None, None, None
+
+
+def norm_by_torch(
+    hidden_ND: Tensor, weight_D: Tensor, norm_eps: float, adds_one: bool, n_rows: int
+) -> tuple[Tensor, Tensor]:
+    """``row_passes.norm``, ``n_rows`` at a time."""
+    out_ND = torch.empty_like(hidden_ND)
+    scale_N1 = hidden_ND.new_empty((len(hidden_ND), 1), dtype=torch.float32)
+    factor_D = factor_of(weight_D, adds_one=adds_one)
+    for part in pieces(len(hidden_ND), n_rows):
+        wide_ND = widened(hidden_ND[part])
+        scale_N1[part] = torch.linalg.vector_norm(wide_ND, dim=-1, keepdim=True).square_()
+        scale_N1[part].div_(hidden_ND.shape[-1]).add_(norm_eps).rsqrt_()
+        unit_ND = torch.mul(wide_ND, scale_N1[part], out=SCRATCH.take("norm: unit", wide_ND.shape, wide_ND))
+        if adds_one or hidden_ND.dtype == torch.float32:
+            out_ND[part] = unit_ND.mul_(factor_D)
+        else:  # rounded before the weight, as in transformers
+            torch.mul(unit_ND.to(hidden_ND.dtype), weight_D, out=out_ND[part])
+    return out_ND, scale_N1
+
+
+def norm_gradients_by_torch(
+    grad_ND: Tensor, hidden_ND: Tensor, factor_D: Tensor, scale_N1: Tensor, wanted: tuple[bool, bool], n_rows: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """``row_passes.norm_gradients``, ``n_rows`` at a time. ``wanted`` says whether by the rows and by the weight."""
+    wants_hidden, wants_weight = wanted
+    by_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+    by_weight_D, zeros_N1 = torch.zeros_like(factor_D), torch.zeros_like(scale_N1)
+    for part in pieces(len(hidden_ND), n_rows):
+        wide_ND, wide_grad_ND = widened(hidden_ND[part]), widened(grad_ND[part], "norm: gradient")
+        given = (wide_grad_ND, wide_ND, factor_D.shape, zeros_N1[part], scale_N1[part], factor_D, None)
+        centred_ND, summed_D, _ = torch.ops.aten.native_layer_norm_backward(*given, (*wanted, False))
+        if wants_weight:
+            by_weight_D += summed_D
+        if by_hidden_ND is not None:  # add back what a layer norm subtracts for its mean
+            mean_N1 = (wide_grad_ND @ factor_D)[:, None].mul_(scale_N1[part]).div_(hidden_ND.shape[-1])
+            by_hidden_ND[part] = centred_ND.add_(mean_N1)
+    return by_hidden_ND, by_weight_D if wants_weight else None
 
 
 def rotate_by_rows(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, piece_bytes: int = PIECE_BYTES) -> Tensor:
@@ -142,6 +161,12 @@ def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign
     """Heads rotated by the angles, or with ``sign`` -1 rotated back."""
     if row_passes.fits(heads_BSHC) and is_plain((cos_BSR, sin_BSR)):
         return row_passes.rotate(heads_BSHC, cos_BSR.to(heads_BSHC.dtype), sin_BSR.to(heads_BSHC.dtype), sign)
+    with standing_in(lambda: row_passes.kernel("rotate", heads_BSHC)):
+        return turn_by_torch(heads_BSHC, cos_BSR, sin_BSR, n_rows, sign)
+
+
+def turn_by_torch(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
+    """``turn``, ``n_rows`` tokens at a time."""
     heads_NHC, n_turning = heads_BSHC.flatten(0, 1), 2 * cos_BSR.shape[-1]
     tables_BSR = (each.expand(*heads_BSHC.shape[:2], -1) for each in (cos_BSR, sin_BSR))  # their batch may be 1
     cos_N1R, sin_N1R = (each.flatten(0, 1)[:, None].to(heads_BSHC.dtype) for each in tables_BSR)

@@ -21,6 +21,7 @@ from torch.autograd.profiler import record_function
 
 from modeling.kernels import native, tiles
 from modeling.kernels.direct import is_plain
+from modeling.kernels.stand_ins import Kernel, Pass
 from modeling.kernels.threads import each_part
 
 TILES = Path(__file__).with_name("expert_tiles.cpp")
@@ -103,12 +104,28 @@ class Gradients(NamedTuple):
 
 def fits(hidden_TD: Tensor, matrices: Matrices) -> bool:
     """Whether the layer is one for which C++ is faster, and this machine can run it: on a CPU, in bf16 or fp32."""
+    return is_plain((hidden_TD, *matrices)) and has_passes(hidden_TD, matrices)
+
+
+def has_passes(hidden_TD: Tensor, matrices: Matrices) -> bool:
+    """``fits``, whoever may observe it."""
     given, dtype = (hidden_TD, *matrices), hidden_TD.dtype
     _, d_ff, d_model = matrices.gate_EFD.shape
-    if dtype not in DTYPES or any(each.dtype != dtype or not each.is_cpu for each in given) or not is_plain(given):
+    if dtype not in DTYPES or any(each.dtype != dtype or not each.is_cpu for each in given):
         return False
     is_contiguous = all(each.is_contiguous() for each in matrices)
     return suits(d_model, d_ff, dtype.itemsize) and is_contiguous and why_not(dtype) is None
+
+
+def kernel(of: Pass, hidden_TD: Tensor, matrices: Matrices, gates: Gates) -> Kernel | None:
+    """A pass over all experts; None where C++ has none for them. By shape: E, D, F, rows, and those that are kept."""
+    if not has_passes(hidden_TD, matrices):
+        return None
+    n_experts, d_ff, d_model = matrices.gate_EFD.shape
+    n_rows, n_kept = sum(gates.sizes_E), sum(gates.kept_E)
+    products = 3 * n_rows if of == "forward" else 6 * n_rows + 2 * (n_rows - n_kept)
+    shape = (n_experts, d_model, d_ff, n_rows, n_kept)
+    return Kernel("experts", hidden_TD.dtype, shape, flops=2.0 * products * d_model * d_ff, of=of)
 
 
 def suits(d_model: int, d_ff: int, element_bytes: int) -> bool:

@@ -19,6 +19,7 @@ from modeling.kernels import expert_passes
 from modeling.kernels.expert_passes import Gates, Given, Gradients, Matrices
 from modeling.kernels.row_counts import row_counts
 from modeling.kernels.scratch import SCRATCH, is_real
+from modeling.kernels.stand_ins import standing_in
 
 aten = torch.ops.aten
 
@@ -74,17 +75,27 @@ def sums_by_turn(
     gates_and_ups: "GatesAndUps",
 ) -> Tensor:
     """The forward pass of ``experts_by_turn``, without a graph. Projections are written into ``gates_and_ups``."""
-    sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
-    out_RD = SCRATCH.take("rows", (len(rows.tokens_R), d_model), hidden_TD)
-    matrices = Matrices(gate_EFD, up_EFD, down_EDF)
+    out_RD = SCRATCH.take("rows", (len(rows.tokens_R), gate_EFD.shape[2]), hidden_TD)
+    matrices, gates = Matrices(gate_EFD, up_EFD, down_EDF), gates_and_ups.gates
     if expert_passes.fits(hidden_TD, matrices):
-        expert_passes.forward(matrices, hidden_TD, rows.tokens_R, gates_and_ups.gates, out_RD)
-        return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
+        expert_passes.forward(matrices, hidden_TD, rows.tokens_R, gates, out_RD)
+    else:
+        with standing_in(lambda: expert_passes.kernel("forward", hidden_TD, matrices, gates)):
+            products_by_turn(matrices, hidden_TD, rows.tokens_R, gates_and_ups, out_RD)
+    return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
+
+
+def products_by_turn(
+    matrices: Matrices, hidden_TD: Tensor, tokens_R: Tensor, gates_and_ups: "GatesAndUps", out_RD: Tensor
+) -> None:
+    """Computes the SwiGLU of each row's token into ``out_RD``, not weighted, by torch's products."""
+    gate_EFD, up_EFD, down_EDF = matrices
+    sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "inner": d_ff})
     gate_up_ID = SCRATCH.take("gate_up", (2 * d_ff, d_model), gate_EFD)
     gate_up_DI = gate_up_ID.T
     each_expert = list(zip(gate_EFD.unbind(), up_EFD.unbind(), down_EDF.mT.unbind(), strict=True))
-    for expert, n, (tokens_N, out_ND) in turns(sizes_E, rows.tokens_R, out_RD):
+    for expert, n, (tokens_N, out_ND) in turns(sizes_E, tokens_R, out_RD):
         gate_FD, up_FD, down_FD = each_expert[expert]
         gate_up_NI, gate_NF, up_NF = gates_and_ups.of(expert)
         hidden_ND, inner_NF = rooms(n)
@@ -93,7 +104,6 @@ def sums_by_turn(
         torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
         aten.silu.out(gate_NF, out=inner_NF).mul_(up_NF)
         torch.mm(inner_NF, down_FD, out=out_ND)
-    return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
 
 
 class ExpertsByTurn(Function):
@@ -115,7 +125,7 @@ class ExpertsByTurn(Function):
     ) -> Tensor:
         given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
         ctx.rows, ctx.sizes_E = rows, sizes_of(rows)
-        if any(ctx.needs_input_grad) and not expert_passes.fits(hidden_TD, Matrices(gate_EFD, up_EFD, down_EDF)):
+        if any(ctx.needs_input_grad) and not expert_passes.has_passes(hidden_TD, Matrices(gate_EFD, up_EFD, down_EDF)):
             build_matmul_kernels(max(ctx.sizes_E), len(hidden_TD), rows.row_multiple, gate_EFD)
         gate_up_RI = hidden_TD.new_empty(int(len(rows.tokens_R) * kept_share), 2 * gate_EFD.shape[1])
         ctx.save_for_backward(hidden_TD, weights_TK, gate_up_RI, gate_EFD, up_EFD, down_EDF)
@@ -148,10 +158,17 @@ class ExpertsByTurn(Function):
 
 def gradients_by_turn(given: Given, gates_and_ups: "GatesAndUps", gradients: Gradients) -> None:
     """The backward pass of ``experts_by_turn``, all rows apart, into ``gradients``."""
-    (gate_EFD, up_EFD, down_EDF), hidden_TD, grad_TD, tokens_R, weights_R1 = given
-    if expert_passes.fits(hidden_TD, given.matrices):
-        expert_passes.backward(given, gates_and_ups.gates, gradients)
+    gates = gates_and_ups.gates
+    if expert_passes.fits(given.hidden_TD, given.matrices):
+        expert_passes.backward(given, gates, gradients)
         return
+    with standing_in(lambda: expert_passes.kernel("backward", given.hidden_TD, given.matrices, gates)):
+        gradients_by_torch(given, gates_and_ups, gradients)
+
+
+def gradients_by_torch(given: Given, gates_and_ups: "GatesAndUps", gradients: Gradients) -> None:
+    """``gradients_by_turn`` by torch's products."""
+    (gate_EFD, up_EFD, down_EDF), hidden_TD, grad_TD, tokens_R, weights_R1 = given
     sizes_E, (_, d_ff, d_model) = gates_and_ups.sizes_E, gate_EFD.shape
     rooms = rooms_of(sizes_E, hidden_TD, {"hidden": d_model, "grad": d_model, "grad_gate_up": 2 * d_ff})
     names_NF = ("inner", "activated", "product", "grad_inner")

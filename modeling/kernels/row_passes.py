@@ -18,10 +18,13 @@ from torch.autograd.profiler import record_function
 
 from modeling.kernels import native
 from modeling.kernels.direct import is_plain
+from modeling.kernels.stand_ins import Kernel
 from modeling.kernels.threads import each_part, row_parts
 
 SOURCE = Path(__file__).with_name("rows.cpp")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# How many times the bytes of its rows each pass moves.
+MOVES = {"norm": 2, "norm_gradients": 3, "rotate": 2, "cross_entropies": 1, "cross_entropies_written": 2}
 BLOCK = 256  # rows whose gradients by the weight are one sum, as in rows.cpp
 Pointer, Number, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -31,10 +34,22 @@ library = functools.partial(native.library, SOURCE, native.EXACT)
 
 def fits(*tensors: Tensor) -> bool:
     """Whether C++ computes these tensors, all of one dtype, on this machine."""
+    return is_plain(tensors) and has_passes(*tensors)
+
+
+def has_passes(*tensors: Tensor) -> bool:
+    """Whether C++ has passes for such tensors on this machine, whoever may observe them."""
     dtype = tensors[0].dtype
     if dtype not in NAMES or any(not each.is_cpu or each.dtype != dtype for each in tensors):
         return False
-    return is_plain(tensors) and why_not() is None
+    return why_not() is None
+
+
+def kernel(name: str, rows: Tensor, *beside: Tensor) -> Kernel | None:
+    """The pass ``name`` of MOVES over these rows (..., D); None where C++ has none for them."""
+    if not has_passes(rows, *beside):
+        return None
+    return Kernel(name, rows.dtype, (rows.shape[-1],), MOVES[name] * rows.nbytes)
 
 
 def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:
@@ -74,7 +89,7 @@ def norm_gradients(
         given = (at(grads_ND, first), at(rows_ND, first), at(factor_D, 0), at(scales_N1, first))
         run(*given, at(by_rows_ND, first), at(sums_XD, first // BLOCK), Number(n), Number(width))
 
-    with record_function("roundtable::norm_backward"):
+    with record_function("roundtable::norm_gradients"):
         each_part(compute, row_parts(n_rows, width, BLOCK))
     return by_rows_ND, None if sums_XD is None else sums_XD.sum(0)
 

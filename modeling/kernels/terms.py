@@ -5,6 +5,7 @@ Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head,
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from modeling.kernels import attention_passes
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
+from modeling.kernels.stand_ins import standing_in
 from modeling.pieces import Piece
 from modeling.score_terms import ScoreTerms, biased, bucket_sums
 
@@ -149,14 +151,17 @@ class _PieceAttention(torch.autograd.Function):
         added = pairs.added(bias_HN)
         is_plain = bias_HN is None and cap is None and dropout is None
         # masks of all pieces are there at once in C++: those of single documents are parts of one
-        in_cpp = is_plain and isinstance(pairs, Bands) and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC)
+        ctx.suits_cpp = is_plain and isinstance(pairs, Bands)
+        in_cpp = ctx.suits_cpp and attention_passes.fits(q_BQHC, k_BSGC, v_BSGC)
         if in_cpp:
             out_BQHC, lse_BHQ = attention_passes.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
         else:
-            out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
-            if sinks_H is not None:
-                out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
-            out_BQHC = out_BQHC.to(q_BQHC.dtype)
+            kernel = partial(attention_passes.kernel, "forward", q_BQHC, k_BSGC, v_BSGC, pieces)
+            with standing_in(kernel if ctx.suits_cpp else None):
+                out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
+                if sinks_H is not None:
+                    out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
+                out_BQHC = out_BQHC.to(q_BQHC.dtype)
         ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
         ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
         ctx.is_plain, ctx.in_cpp = is_plain, in_cpp
@@ -171,7 +176,9 @@ class _PieceAttention(torch.autograd.Function):
             given = (grad_BQHC, q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ)
             grads = attention_passes.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
         else:
-            *grads, dbias_HN = _backward_widely(ctx, saved, grad_BQHC)
+            kernel = partial(attention_passes.kernel, "backward", q_BQHC, k_BSGC, v_BSGC, ctx.pieces)
+            with standing_in(kernel if ctx.suits_cpp else None):
+                *grads, dbias_HN = _backward_widely(ctx, saved, grad_BQHC)
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
 

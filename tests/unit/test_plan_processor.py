@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpp_passes import NEEDS_COMPILER
 from launcher.cli import main
 from launcher.closed_form.bubble import waits_of
 from launcher.config.load import load_config
@@ -18,6 +19,8 @@ from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
 from launcher.processor.shared import shared_seconds
 from launcher.processor.trace import as_rows, dealt, extended, from_rows
 from launcher.trace.regions import Regions
+from modeling.kernels import row_passes
+from modeling.kernels.by_rows import rms_norm_by_rows
 from parallel.pipeline.config import ZBV, Interleaved, OneFOneB
 
 CONFIG = """\
@@ -145,6 +148,29 @@ def test_the_recorder_counts_products_bytes_calls_and_new_pages():
     assert found[Ask("forward", "add", "fp32", (), "near")].units == 2 * left.nbytes
     assert found[Ask("forward", "pages", "", (), "")].units == 8 << 20
     assert found[CALL].calls >= 4
+
+
+def normed_calls() -> dict[str, int]:
+    """How often a norm of 8 rows and its gradients ask for each kind of work, by torch's operations."""
+    rows, weight = torch.rand(8, 32, requires_grad=True), torch.ones(32, requires_grad=True)
+    with StepRecorder(Regions()) as recorder:
+        out = rms_norm_by_rows(rows, weight, norm_eps=1e-6, adds_one=False)
+        torch.autograd.grad(out, (rows, weight), rows)
+    return {ask.kind: calls for ask, (calls, _) in recorder.found().items() if ask.kind != "call"}
+
+
+@pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
+def test_what_stands_in_for_a_kernel_counts_as_one_call_of_it(monkeypatch):
+    assert normed_calls() == {"norm": 1, "norm_gradients": 1}
+    monkeypatch.setattr(row_passes, "why_not", lambda: "there is no C++ compiler")
+    assert {"sum", "add"} <= normed_calls().keys() and "norm" not in normed_calls()
+
+
+@pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
+def test_planted_recorder_that_counts_what_stands_in_too(monkeypatch):
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(StepRecorder, "in_kernel", never, raising=False)
+    assert {"norm", "sum", "add"} <= normed_calls().keys()
 
 
 def test_choices_are_dealt_evenly():

@@ -1,0 +1,49 @@
+"""Says which operations of torch stand in for one kernel in C++, to whoever counts the operations of a step.
+
+Fake tensors have no memory that C++ could read, and a mode that observes operations would not see its kernels. So there
+torch computes what a CPU otherwise computes in C++, and an observer that asks for the time of a step needs to know.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+Pass = Literal["forward", "backward"]
+
+
+class Kernel(NamedTuple):
+    """One call of a kernel in C++: its name, its dtype, the shape on which its speed depends, and its work."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    n_bytes: int = 0  # that it moves, where it has no products
+    flops: float = 0.0  # of its products
+    of: Pass | None = None  # the pass, where both have one name
+
+
+class Observer(Protocol):
+    """Who wants to know."""
+
+    def instead_of(self, kernel: Kernel) -> AbstractContextManager[None]:
+        """A context in which operations of torch stand in for this kernel."""
+        ...
+
+
+OBSERVERS: list[Observer] = []  # the last one is told
+
+
+@contextmanager
+def standing_in(kernel: Callable[[], Kernel | None] | None) -> Iterator[None]:
+    """A context of operations that C++ would compute if nothing observed them: the kernel that ``kernel()`` names.
+
+    It is called only where somebody observes.
+    """
+    found = kernel() if OBSERVERS and kernel is not None else None
+    if found is None:
+        yield
+        return
+    with OBSERVERS[-1].instead_of(found):
+        yield
