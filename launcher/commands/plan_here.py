@@ -22,7 +22,8 @@ def plan_processor(
     if machine != "cpu":
         raise UserError([f"--as={machine} must be cpu: this machine's processor; for a GPU give --gpu={machine}"])
     if others:
-        raise UserError([f"{' and '.join(others)} do not go together with --as=cpu; leave out one or the other"])
+        verb = "does" if len(others) == 1 else "do"
+        raise UserError([f"{' and '.join(others)} {verb} not go together with --as=cpu; leave out one or the other"])
     check_local_ranks(ranks)
     n_ranks = ranks or default_ranks()
     config = load_checked(path, overrides, world_size=n_ranks, data=False)

@@ -189,7 +189,7 @@ def test_small_rules():
     ("arguments", "told"),
     [
         (["--as", "h100"], "--as=h100 must be cpu"),
-        (["--as", "cpu", "--gpus", "2"], "--gpus do not go together with --as=cpu"),
+        (["--as", "cpu", "--gpus", "2"], "--gpus does not go together with --as=cpu"),
         (["--as", "cpu", "train.compile=on"], "train.compile=on has no plan on a processor"),
         (["--as", "cpu", "train.precision=fp16"], "train.precision=fp16 has no plan on a processor"),
         (["--ranks", "2"], "--ranks=2 is a number of this machine's processes"),
