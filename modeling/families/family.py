@@ -80,6 +80,7 @@ class Family:
     # the kinds of scaled frequencies that the class computes, in both versions
     rope_scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "dynamic")
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # the class's other names of these kinds
+    has_rope_alpha: bool = False  # `alpha` makes a "dynamic" scaling one of the base alone, by a fixed factor
     # fills in keys of a config.json that is read, whose values follow from other keys, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the configs of well-known models, by name
