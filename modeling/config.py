@@ -62,6 +62,7 @@ FamilyName = Literal[
     "minimax_m2",
     "dots1",
     "exaone_moe",
+    "hunyuan_v1_moe",
     "hy_v3",
     "mellum",
     "flex_olmo",

@@ -207,7 +207,7 @@ def test_windows_of_dots1_are_those_of_the_class(window: int | None, first: int)
     assert kinds == AutoConfig.for_model(**content).layer_types
 
 
-@pytest.mark.parametrize("family", ["hunyuan_v1_dense"])
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
 @pytest.mark.parametrize(
     "told",
     [

@@ -269,9 +269,22 @@ HUNYUAN = {
 }
 
 
-@pytest.mark.parametrize("family", ["hunyuan_v1_dense"])
+# Hunyuan-A13B's has these besides, with an entry in each list for each of its 32 layers.
+HUNYUAN_MOE = {
+    "moe_drop_tokens": False,
+    "moe_intermediate_size": [24, 24],
+    "moe_layer_num_skipped": 0,
+    "moe_random_routing_dropped_token": False,
+    "moe_topk": [2, 2],
+    "norm_topk_prob": True,
+    "num_shared_expert": [1, 1],
+    "use_mixed_mlp_moe": True,
+}
+
+
+@pytest.mark.parametrize(("family", "more"), [("hunyuan_v1_dense", {}), ("hunyuan_v1_moe", HUNYUAN_MOE)])
 def test_hunyuan_s_folder_is_read_with_the_larger_base(
-    family: FamilyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: FamilyName, more: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The frequencies and logits of the import and of its export are those that the class has for the folder."""
     source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
@@ -279,7 +292,7 @@ def test_hunyuan_s_folder_is_read_with_the_larger_base(
     path = source / "config.json"
     content = json.loads(path.read_text())
     del content["rope_parameters"]
-    content = content | HUNYUAN | {"attention_head_dim": content["head_dim"]}
+    content = content | HUNYUAN | more | {"attention_head_dim": content["head_dim"]}
     path.write_text(json.dumps(content))
     capsys.readouterr()
     base = 10000.0 * 1000.0 ** (16 / 14)
