@@ -128,7 +128,7 @@ class Attention(Mixer):
 class GroupedQueryAttention(Attention):
     """Grouped-query attention: several query heads share each key-value head (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Queries and keys may be normed (QK norm), and are rotated by RoPE where the model has it.
+    Queries and keys may be normed (QK norm), before or after they are rotated by RoPE where the model has it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -142,6 +142,7 @@ class GroupedQueryAttention(Attention):
             self.k.stated["bias"] = replace(self.k.stated["bias"], cancels=True)
         self.o = Linear(d_model, config.n_heads * d_head, ("d_model", "heads"), is_residual=True)
         self.norms_all_heads = config.qk_norm_over == "all_heads"
+        self.norms_after_rope = config.qk_norm_after_rope
         self.score_factor = 1.0 if config.score_channels is None else (d_head / config.score_channels) ** 0.5
         if config.score_scale is not None:
             self.score_factor = config.score_scale * d_head**0.5
@@ -156,21 +157,23 @@ class GroupedQueryAttention(Attention):
 
     def heads(self, hidden_BSD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BSHC, k_BSGC, v_BSGC): queries and keys are normed and rotated, and queries scaled by ``score_factor``."""
-        q, k = self.q(hidden_BSD), self.k(hidden_BSD)
-        if self.norms_all_heads:
-            q, k = self.normed(q, k)
-        q_BSHC, k_BSGC = q.unflatten(-1, (-1, self.d_head)), k.unflatten(-1, (-1, self.d_head))
-        v_BSGC = self.v(hidden_BSD).unflatten(-1, (-1, self.d_head))
-        if not self.norms_all_heads:
+        heads = (project(hidden_BSD).unflatten(-1, (-1, self.d_head)) for project in (self.q, self.k, self.v))
+        q_BSHC, k_BSGC, v_BSGC = heads
+        if not self.norms_after_rope:
             q_BSHC, k_BSGC = self.normed(q_BSHC, k_BSGC)
-        q_BSHC = self.turned(q_BSHC, rope)
-        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, self.turned(k_BSGC, rope), v_BSGC
+        q_BSHC, k_BSGC = self.turned(q_BSHC, rope), self.turned(k_BSGC, rope)
+        if self.norms_after_rope:
+            q_BSHC, k_BSGC = self.normed(q_BSHC, k_BSGC)
+        return q_BSHC if self.score_factor == 1 else q_BSHC * self.score_factor, k_BSGC, v_BSGC
 
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, each normed over its last dim where there are norms."""
+    def normed(self, q_BSHC: Tensor, k_BSGC: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, where there are norms each head normed, or all heads of a token together."""
         if self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
+            return q_BSHC, k_BSGC
+        if not self.norms_all_heads:
+            return self.q_norm(q_BSHC), self.k_norm(k_BSGC)
+        q, k = self.q_norm(q_BSHC.flatten(-2)), self.k_norm(k_BSGC.flatten(-2))
+        return q.unflatten(-1, (-1, self.d_head)), k.unflatten(-1, (-1, self.d_head))
 
 
 class LatentAttention(Attention):

@@ -47,6 +47,7 @@ FamilyName = Literal[
     "jais2",
     "cwm",
     "exaone4",
+    "hunyuan_v1_dense",
     "olmo2",
     "olmo3",
     "gemma",
@@ -70,6 +71,7 @@ FamilyName = Literal[
     "minimax_m2",
     "dots1",
     "exaone_moe",
+    "hunyuan_v1_moe",
     "hy_v3",
     "mellum",
     "flex_olmo",
@@ -156,6 +158,7 @@ class ModelConfig:
     norm_adds_one: bool = False  # norms multiply by one and their weight, which starts at zero
     qk_norm: bool = False  # RMSNorm on queries and keys
     qk_norm_over: Literal["head", "all_heads"] = "head"  # which channels a norm of queries or keys is over
+    qk_norm_after_rope: bool = False  # queries and keys are normed after their channels turn; otherwise before
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     o_bias: bool = False  # attention's output projection has a bias
     ff_gated: bool = True  # dense feed-forward layers multiply by a gate; experts always do

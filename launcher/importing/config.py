@@ -16,7 +16,9 @@ from modeling.config import ModelConfig
 from modeling.families.config_json import REMEDY, InexpressibleConfig, from_config_json
 from modeling.families.family import family_of
 from modeling.families.qwen2 import CHUNKS, longest_in_chunks
+from modeling.families.rope_json import alpha_of, table_of
 from modeling.families.text_model import text_model
+from modeling.families.values import shown
 from modeling.rope_scaling import LongRopeScaling
 from parallel.checkpoint.schema import shorten
 
@@ -56,6 +58,10 @@ def read_model(path: Path, content: Mapping[str, Any]) -> tuple[ModelConfig, int
         told = f"{CHUNKS} is not computed, as transformers' class ignores it"
         tell(f"{path / CONFIG_JSON}: {told}: it would change nothing up to data.seq_len={chunk}")
         longest = chunk
+    key, table = table_of(content)
+    if alpha_of(table, family_of(model.family)) is not None:
+        told = f"{key} has alpha={shown(table['alpha'])}, which stretches the base of the frequencies"
+        tell(f"{path / CONFIG_JSON}: {told}: it is read as model.rope_theta={model.rope_theta} without a scaling")
     if isinstance(model.rope_scaling, LongRopeScaling):  # beyond it, factors depend on a pass's longest sequence
         return model, min(longest, model.rope_scaling.original_seq_len)
     return model, longest

@@ -279,8 +279,7 @@ def layer_node(step: Step, path: str, names: Mapping[str, tuple[str, ...]]) -> N
 
 def arranged(step: Step, path: str, nodes: Sequence[Node]) -> tuple[Node, ...]:
     """The modules within half a layer, in the order of its forward pass, which is nearly that of ``nodes``."""
-    late = {"v": 2, "q_norm": 1, "k_norm": 1} if step.model.qk_norm_over == "all_heads" else {"q_norm": 2, "k_norm": 2}
-    late |= {"output_gate": 3, "o": 4, "o_bias": 5, "down_bias": 4, "shared_gate": 4}
+    late = {"q_norm": 2, "k_norm": 2, "output_gate": 3, "o": 4, "o_bias": 5, "down_bias": 4, "shared_gate": 4}
     found = sorted(nodes, key=lambda node: late.get(node.path.removeprefix(f"{path}."), 0))
     shared = [node for node in found if node.path.startswith(f"{path}.shared.")]
     rest = [node for node in found if node not in shared]

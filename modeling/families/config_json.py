@@ -178,7 +178,7 @@ def copy_problems(family: Family, content: Mapping[str, Any]) -> Iterator[str]:
     for key, copied in family.same.items():
         value, wanted = content.get(key), content.get(copied, family.defaults.get(copied))
         if value is not None and value != wanted:
-            rule = f"is not possible with {copied}={shown(wanted)}: the class turns so many channels"
+            rule = f"is not possible with {copied}={shown(wanted)}, at which the class looks alone"
             yield f"config.json: {key}={shown(value)} {rule}; {REMEDY}"
 
 

@@ -95,6 +95,7 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # the class's other names of these kinds
     # the class multiplies queries by a factor that grows with their positions (yarn's query_growth), and so needs yarn
     scales_queries: bool = False
+    has_rope_alpha: bool = False  # `alpha` makes a "dynamic" scaling one of the base alone, by a fixed factor
     # fills in keys of a config.json that is read, whose values follow from other keys, as the class does it
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     published: Mapping[str, ModelConfig]  # the configs of well-known models, by name

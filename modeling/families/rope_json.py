@@ -17,6 +17,9 @@ SCALINGS = {kind().name: kind for kind in get_args(RopeScaling)}  # transformers
 ORIGINAL = "original_max_position_embeddings"
 KEYS = {"original_seq_len": ORIGINAL, "query_growth": "llama_4_scaling_beta"}  # our field -> the key, where they differ
 PLAIN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# Keys at which a class does not look where there is `alpha`.
+BESIDE_ALPHA = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+MOST_ALPHA = 1e12  # as large as a base may be (model.rope_theta)
 
 
 def to_rope_json(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -91,13 +94,50 @@ def from_rope_json(content: Mapping[str, Any], family: Family) -> dict[str, Any]
     """Our fields for the rotary positions in a config.json. ValueError where Roundtable cannot express them."""
     if not family.turns:
         return {}
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    given = {} if content.get(key) is None else content[key]
+    key, given = table_of(content)
     if not isinstance(given, dict):
         raise ValueError(f"{key}={shown(given)} must be a table")
     if family.has_local_rope:
         return from_nested(content, given if key == "rope_scaling" else {}, family)
     return from_flat(key, given, content, family)
+
+
+def table_of(content: Mapping[str, Any]) -> tuple[str, Any]:
+    """The key under which a config.json has the table of its rotary positions, and the table; {} where it has none."""
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    return key, {} if content.get(key) is None else content[key]
+
+
+def alpha_of(table: Any, family: Family) -> Any:
+    """The factor by which the class stretches the base of the frequencies (NTK); None where the table has none.
+
+    Such a table says "dynamic", but the base does not grow with the length of a pass.
+    """
+    if not family.has_rope_alpha or not isinstance(table, dict):
+        return None
+    return (table.get("alpha") or None) if table.get("rope_type", table.get("type")) == "dynamic" else None
+
+
+def stretched_base(theta: float, given: Mapping[str, Any], content: Mapping[str, Any]) -> float:
+    """The base that ``alpha`` makes of ``theta``, as the class computes it. ValueError where it makes none.
+
+    ``content`` has all keys, the class's defaults among them.
+    """
+    unknown = sorted(given.keys() - {"alpha", *BESIDE_ALPHA})
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not known with alpha")
+    channels = content["head_dim"]
+    if channels is None:
+        channels = checked(content["hidden_size"], int) // max(1, checked(content["num_attention_heads"], int))
+    if checked(channels, int) <= 2:
+        raise ValueError(f"alpha needs heads of more than 2 channels, not {channels}")
+    try:
+        factor = checked(given["alpha"], float)
+    except ValueError as error:
+        raise ValueError(f"of alpha: {error}") from None
+    if not 0 < factor <= MOST_ALPHA:
+        raise ValueError(f"alpha must be above 0, and at most {MOST_ALPHA:.0e}")
+    return theta * factor ** (channels / (channels - 2))
 
 
 def from_nested(content: Mapping[str, Any], scaling: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -138,6 +178,10 @@ def from_flat(key: str, given: Mapping[str, Any], content: Mapping[str, Any], fa
     if not family.rope_scalings:
         raise ValueError(f"{key}={shown(given)} is not possible, frequencies are not scaled")
     try:
+        if alpha_of(given, family) is not None:
+            return {**values, "rope_theta": stretched_base(values["rope_theta"], extra, {**family.defaults, **content})}
+        if family.has_rope_alpha and kind == "dynamic":  # 0 and null are none
+            extra.pop("alpha", None)
         if kind == "longrope" and kind in family.rope_scalings:
             return {**values, "rope_scaling": read_long_rope(extra, {**family.defaults, **content})}
         return {**values, "rope_scaling": read_scaling(kind, extra, content, family)}

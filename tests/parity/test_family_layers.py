@@ -11,6 +11,7 @@ from launcher.config.families import check_family
 from modeling.config import FamilyName
 from modeling.families.config_json import LISTS, from_config_json
 from modeling.families.family import family_of
+from modeling.rope import Rotary
 from small_models import example_config
 
 
@@ -205,3 +206,28 @@ def test_windows_of_dots1_are_those_of_the_class(window: int | None, first: int)
     config = from_config_json(content)
     kinds = ["full_attention" if config.window_of(layer) is None else "sliding_attention" for layer in range(3)]
     assert kinds == AutoConfig.for_model(**content).layer_types
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "dynamic", "alpha": 3, "factor": 1.0}, "rope_theta": 700.0},
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 0.5, "factor": 2.0, "rope_theta": 700.0, "mscale": 1.0}},
+        {"rope_scaling": {"type": "dynamic", "alpha": 0, "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "alpha": None, "factor": 4.0}},
+    ],
+    ids=str,
+)
+def test_a_fixed_alpha_stretches_the_base_as_in_the_class(family: FamilyName, told: dict[str, Any]) -> None:
+    """Without an alpha, or with one of 0, the base grows with a pass beyond the longest sequence."""
+    content = {**config_json_of(example_config(family)), "max_position_embeddings": 20}
+    content = {key: content[key] for key in content.keys() - {"rope_parameters", "rope_theta"}} | told
+    config = from_config_json(content)
+    assert not [*config.problems(), *check_family(config)] and from_config_json(config_json_of(config)) == config
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content), trust_remote_code=False).model.rotary_emb
+    rotary = Rotary(config.rope_dim, config.rope_theta, config.rope_scaling)
+    for length in (20, 90):  # the second is beyond max_position_embeddings
+        theirs(torch.zeros(1), torch.arange(length)[None])
+        torch.testing.assert_close(rotary.frequencies(torch.device("cpu"), length), theirs.inv_freq, rtol=1e-6, atol=0)

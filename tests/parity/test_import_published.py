@@ -482,3 +482,75 @@ def test_ministral_3_in_8_bits_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["import", str(source), str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "quantization_config=" in line and "quantized weights are not read" in line
+
+
+# Hunyuan-7B's config.json without its sizes: keys of a class for more kinds of models, of which this is one.
+HUNYUAN = {
+    "add_classification_head": False,
+    "cla_share_factor": 2,
+    "class_num": 0,
+    "dense_list": [4096, 0],
+    "im_end_id": 5,
+    "im_newline_id": 11,
+    "im_start_id": 4,
+    "mask_init_id": 12,
+    "mlp_bias": False,
+    "norm_type": "rms",
+    "org_vocab_size": 128167,
+    "pad_id": 127961,
+    "pool_type": "last",
+    "rope_scaling": {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "sep_token_id": 127962,
+    "text_end_id": 7,
+    "text_start_id": 6,
+    "use_cla": False,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+}
+
+
+# Hunyuan-A13B's has these besides, with an entry in each list for each of its 32 layers.
+HUNYUAN_MOE = {
+    "moe_drop_tokens": False,
+    "moe_intermediate_size": [24, 24],
+    "moe_layer_num_skipped": 0,
+    "moe_random_routing_dropped_token": False,
+    "moe_topk": [2, 2],
+    "norm_topk_prob": True,
+    "num_shared_expert": [1, 1],
+    "use_mixed_mlp_moe": True,
+}
+
+
+@pytest.mark.parametrize(("family", "more"), [("hunyuan_v1_dense", {}), ("hunyuan_v1_moe", HUNYUAN_MOE)])
+def test_hunyuan_s_folder_is_read_with_the_larger_base(
+    family: FamilyName, more: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The frequencies and logits of the import and of its export are those that the class has for the folder."""
+    source, out, again = tmp_path / "source", tmp_path / "run", tmp_path / "again"
+    save_hf_model(source, example_config(family, vocab_size=257), tokenizer=False)
+    path = source / "config.json"
+    content = json.loads(path.read_text())
+    del content["rope_parameters"]
+    content = content | HUNYUAN | more | {"attention_head_dim": content["head_dim"]}
+    path.write_text(json.dumps(content))
+    capsys.readouterr()
+    base = 10000.0 * 1000.0 ** (16 / 14)
+    assert imported(source, out).config.model.rope_theta == base
+    told = "rope_scaling has alpha=1000.0, which stretches the base of the frequencies"
+    assert capsys.readouterr().err == f"{path}: {told}: it is read as model.rope_theta={base} without a scaling\n"
+    assert difference(source, out) <= LOGITS_TOLERANCE
+    assert main(["export", str(out), str(again), "--verify"]) == 0
+    written = json.loads((again / "config.json").read_text())
+    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": base}
+    assert torch.equal(loaded(again).model.rotary_emb.inv_freq, loaded(source).model.rotary_emb.inv_freq)
+    assert difference(source, out) == difference(again, out)

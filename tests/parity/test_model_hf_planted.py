@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import modeling.attention
 from hf_comparison import check_gradients, check_logits, exported
-from modeling.attention import LatentAttention
+from modeling.attention import GroupedQueryAttention, LatentAttention
 from modeling.config import FAMILIES, FamilyName, ModelConfig
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
@@ -110,6 +110,16 @@ def test_planted_qk_norm_missing(family: FamilyName) -> None:
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
         layer.attention.q_norm = None
+    fails_logits(model, theirs, config, rows)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if expressible(name, "qk_norm_after_rope", [True])])
+def test_planted_qk_norm_before_the_turn(family: FamilyName) -> None:
+    """Queries and keys normed before they turn are seen."""
+    config, model, theirs, rows = whole_example(family)
+    for layer in model.layers.values():
+        assert isinstance(layer, DecoderLayer) and isinstance(layer.attention, GroupedQueryAttention)
+        layer.attention.norms_after_rope = False
     fails_logits(model, theirs, config, rows)
 
 

@@ -32,7 +32,7 @@ from modeling.dtypes import DTYPES
 from modeling.families.family import family_of
 from modeling.families.rope_json import longest
 from modeling.generate import generate
-from modeling.rope_scaling import YarnScaling
+from modeling.rope_scaling import DynamicScaling, YarnScaling
 from modeling.router import SCORES, Router, Routing
 from small_models import (
     LENGTHS,
@@ -168,6 +168,7 @@ def is_allowed(config: ModelConfig) -> bool:
     clamps_elsewhere = config.moe is not None and config.moe.swiglu_limit not in (None, 7.0)
     differs = clamps_elsewhere or (config.family == "deepseek_v2" and scales_scores)
     differs = differs or (config.family == "ernie4_5_moe" and not config.has_experts)
+    differs = differs or (family_of(config.family).has_rope_alpha and isinstance(scaling, DynamicScaling))
     differs = differs or (config.linear_attention is not None and not config.full_attention_layers)  # none generates
     differs = differs or longest(config, SEQ_LEN) < PROMPT + NEW_TOKENS  # a text beyond the positions is warned of
     return not any(check_family(config)) and not differs

@@ -153,6 +153,7 @@ CASES = [
     ("llama", "checkpoint.every_steps=40 checkpoint.keep_best=2", 1, "checkpoint.keep_best=2 needs held-out losses, but train.eval_every_steps=null; try train.eval_every_steps=40", "train.eval_every_steps=40"),
     ("llama", "train.eval_every_steps=30 checkpoint.every_steps=40 checkpoint.keep_best=1", 1, "checkpoint.keep_best=1 needs a held-out loss at each checkpoint: checkpoint.every_steps=40 must be a multiple of train.eval_every_steps=30; try checkpoint.every_steps=30", "checkpoint.every_steps=30"),
     ("llama", "model.qk_norm=true", 1, "model.qk_norm=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm=false"),
+    ("llama", "model.qk_norm_after_rope=true", 1, "model.qk_norm_after_rope=true is not possible with model.family=llama, whose `transformers` class cannot express it; try false", "model.qk_norm_after_rope=false"),
     ("llama", "model.sliding_window=8", 1, "model.sliding_window=8 is not possible with model.family=llama, whose `transformers` class cannot express it; try null", "model.sliding_window=null"),
     ("llama", "model.qkv_bias=true", 1, "model.o_bias=false must be model.qkv_bias=true with model.family=llama, whose `transformers` class has one key for both; try true", "model.o_bias=true"),
     ("llama", "model.residual_dropout=1e-6", 1, "model.residual_dropout=1e-06 must be 0 or at least 0.001 (masks are drawn in steps of 1/65536); try 0.001", "model.residual_dropout=0.001"),

@@ -335,6 +335,8 @@ def plant(title: str) -> None:
             change_engines(gradients.keep_gates_gradient_at_home)
         case "attention's gates: those of other heads":
             gradients.gate_next_heads()
+        case "queries and keys normed before they turn":
+            gradients.norm_before_the_turn()
         case "linear attention: a matrix goes on into the next document":
             gradients.let_documents_flow()
         case "linear attention: rates of other heads (all-to-all)":

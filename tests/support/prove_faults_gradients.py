@@ -27,6 +27,19 @@ def keep_gates_gradient_at_home(engine: Any) -> None:
             module.output_gate.register_forward_pre_hook(lambda _, inputs: own_positions(inputs[0], engine.mesh.tp))
 
 
+def norm_before_the_turn() -> None:
+    """Heads are normed before they turn, where they should be after: the same while the norms' weights are ones."""
+    from modeling.attention import GroupedQueryAttention
+
+    heads = GroupedQueryAttention.heads
+
+    def early(self: Any, *given: Any) -> Any:
+        self.norms_after_rope = False
+        return heads(self, *given)
+
+    GroupedQueryAttention.heads = early
+
+
 def gate_next_heads() -> None:
     """Each head's output is multiplied by the gate of the head before it."""
     import modeling.attention as attention

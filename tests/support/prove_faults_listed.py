@@ -342,4 +342,11 @@ FAULTS = [
         (*RING, *QUERY_GROWTH),
         has_any_family=True,
     ),
+    Fault(
+        "queries and keys normed before they turn",
+        "gradients",
+        "attention.q_norm.weight",
+        (*TP, "model.qk_norm_after_rope=true"),
+        has_any_family=True,
+    ),
 ]

@@ -112,7 +112,7 @@ def random_free_run(seed: int) -> tuple[RunConfig, int]:
     if config.train.precision == "fp16":  # in which the gradients of some of these models overflow, or vanish
         config = with_value(config, "train.precision", "bf16")
     config = drawn(draw, config, n_ranks, [*map(setting, BLOCKS.items()), grouped, latent, placed])
-    return gated(seed, config, n_ranks), n_ranks
+    return normed_late(seed, gated(seed, config, n_ranks), n_ranks), n_ranks
 
 
 def gated(seed: int, config: RunConfig, n_ranks: int) -> RunConfig:
@@ -122,6 +122,15 @@ def gated(seed: int, config: RunConfig, n_ranks: int) -> RunConfig:
     """
     kind = random.Random(f"gates {seed}").choice(get_args(AttentionGate))
     changed = with_value(config, "model.attention_gate", kind)
+    return config if check(changed, n_ranks) else changed
+
+
+def normed_late(seed: int, config: RunConfig, n_ranks: int) -> RunConfig:
+    """The config of half of the seeds with queries and keys normed after they turn, where they are normed and turn.
+
+    Drawn from a generator of its own, as the gates are.
+    """
+    changed = with_value(config, "model.qk_norm_after_rope", random.Random(f"late norms {seed}").choice([True, False]))
     return config if check(changed, n_ranks) else changed
 
 

@@ -101,6 +101,8 @@ def test_where_no_channel_turns_nothing_says_how(changes, line):
     [
         ({"t5_buckets": 8}, "model.positions=rope"),
         ({"qk_norm_over": "all_heads"}, "model.qk_norm=false"),
+        ({"qk_norm_after_rope": True}, "model.qk_norm=false"),
+        ({"qk_norm_after_rope": True, "qk_norm": True, "positions": "alibi"}, "model.positions=alibi"),
         ({"local_rope_theta": 5.0}, "model.sliding_window=null"),
         ({"score_channels": 9.0, "score_scale": 0.5}, "model.score_scale is given"),
         ({"qkv_bias": True, "mla": MLAConfig()}, "model.mla is given"),
