@@ -16,6 +16,9 @@ from modeling.pieces import QUERY_BLOCK
 
 TURNED_HEADS = 8  # heads of a token, where rotations are timed
 LEAST_TOKENS = 1 << 10  # that attention is timed with
+LONGEST = 1 << 11  # tokens of a sequence that attention is timed with: for longer ones a FLOP takes as long
+TIMED_EXPERTS = 4
+MOST_ROWS = 1 << 10  # of an expert that is timed
 QUARTERS = 4  # in which the share of experts' rows whose gates are kept is counted
 
 Call = Callable[[], object]
@@ -24,12 +27,14 @@ Call = Callable[[], object]
 def kind_and_shape(kernel: Kernel, rough: Callable[[int], int]) -> tuple[str, tuple[int, ...]]:
     """The kind of a kernel's work, and the rounded shape that its rate is measured with."""
     match kernel.name:
-        case "attention":
-            *sizes, seq_len, n_keys = kernel.shape
-            return f"attention {kernel.of}", (*sizes, rough(seq_len), rough(n_keys))
-        case "experts":
-            *sizes, n_rows, n_kept = kernel.shape
-            return f"experts {kernel.of}", (*sizes, rough(n_rows), round(QUARTERS * n_kept / max(1, n_rows)))
+        case "attention":  # key-value heads cost the same each, and only their number of query heads matters
+            n_heads, n_kv_heads, d_head, seq_len, n_keys = kernel.shape
+            lengths = (min(LONGEST, rough(each)) for each in (seq_len, n_keys))
+            return f"attention {kernel.of}", (n_heads // n_kv_heads, d_head, *lengths)
+        case "experts":  # so do experts
+            n_experts, d_model, d_ff, n_rows, n_kept = kernel.shape
+            rows = min(MOST_ROWS, rough(-(-n_rows // n_experts)))
+            return f"experts {kernel.of}", (d_model, d_ff, rows, round(QUARTERS * n_kept / max(1, n_rows)))
         case name:
             return name, tuple(map(rough, kernel.shape))
 
@@ -96,11 +101,11 @@ assert ROWS.keys() == row_passes.MOVES.keys()
 
 
 def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> float:
-    """Seconds of a FLOP of a pass of attention over whole sequences, with the window that gives so many keys a piece.
+    """Seconds of a FLOP of a pass of attention by one key-value head, with the window that gives so many keys a piece.
 
     FLOPs are those of all pairs of the pieces, as ``attention_passes.kernel`` counts them.
     """
-    n_heads, n_kv_heads, d_head, seq_len, n_keys = shape
+    n_heads, d_head, seq_len, n_keys = shape
     n_rows = max(1, LEAST_TOKENS // seq_len)
     positions_BS = torch.arange(seq_len).expand(n_rows, -1)
     context = Context(positions_BS, torch.zeros_like(positions_BS))
@@ -110,7 +115,7 @@ def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
     def passed() -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
         q_BQHC, grad_BQHC = made(dtype, 2, n_rows, seq_len, n_heads, d_head).unbind()
-        k_BSGC, v_BSGC = made(dtype, 2, n_rows, seq_len, n_kv_heads, d_head).unbind()
+        k_BSGC, v_BSGC = made(dtype, 2, n_rows, seq_len, 1, d_head).unbind()
         return (q_BQHC, k_BSGC, v_BSGC), attention_passes.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added), grad_BQHC
 
     passes = one_after_another(passed)
@@ -128,9 +133,9 @@ def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def experts_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> float:
-    """Seconds of a FLOP of a pass of the experts over evenly spread rows, of some quarters of which gates are kept."""
-    n_experts, d_model, d_ff, n_rows, kept = shape
-    sizes_E = [n_rows // n_experts + (expert < n_rows % n_experts) for expert in range(n_experts)]
+    """Seconds of a FLOP of a pass of the experts over as many rows each, of which some quarters keep their gates."""
+    d_model, d_ff, rows, kept = shape
+    n_experts, n_rows, sizes_E = TIMED_EXPERTS, TIMED_EXPERTS * rows, [rows] * TIMED_EXPERTS
     tokens_R, weights_R1 = torch.randperm(n_rows), made(dtype, n_rows, 1)
     grad_TD, rows_RD, grad_weights_R = made(dtype, n_rows, d_model), made(dtype, n_rows, d_model), made(dtype, n_rows)
 
