@@ -59,7 +59,7 @@ class Amounts(NamedTuple):
 class StepRecorder(TorchDispatchMode):
     """A mode that sums up the work of all operations while it is entered; ``found`` gives the result.
 
-    Operations that stand in for a kernel in C++ count as one call of that kernel.
+    Operations that stand in for a kernel in C++ count as one call of that kernel, which writes to all that they make.
     """
 
     def __init__(self, regions: Regions) -> None:
@@ -98,7 +98,7 @@ class StepRecorder(TorchDispatchMode):
         work = work_of(func, args, kwargs, out)
         if work is not None and not self.in_kernel:
             self.add(*asked(phase, work, args, kwargs, out))
-        pages = self.pages(func._schema.name, args, kwargs, out, is_work=work is not None)
+        pages = self.pages(func._schema.name, args, kwargs, out, is_work=work is not None or self.in_kernel)
         if pages:
             self.add(Ask(phase, "pages", "", (), ""), pages)
         return out

@@ -91,12 +91,12 @@ def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amoun
         assert isinstance(engine, WatchedEngine)
         engine.publish_weights()
         with watched(engine, regions), regions.within("bookkeeping"):
-            run_step(with_micro_batches(config, world_size, more), engine, samples, TrainState())  # type: ignore[arg-type]
-            for count in sorted({fewer, more}, reverse=True):
+            for count in (more, *sorted({fewer, more}, reverse=True)):
                 shorter = with_micro_batches(config, world_size, count)
                 with StepRecorder(regions) as recorder:
                     run_step(shorter, engine, samples, TrainState())  # type: ignore[arg-type]
                 found.append(recorder.found())
+    found = found[1:]  # what stays was allocated in the first
     return found[0] if more == n else extended(found[1], found[0], (n - fewer) / (more - fewer))
 
 

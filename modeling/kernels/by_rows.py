@@ -17,7 +17,7 @@ from torch.autograd import Function
 from modeling.kernels import row_passes
 from modeling.kernels.direct import is_plain
 from modeling.kernels.scratch import SCRATCH
-from modeling.kernels.stand_ins import standing_in
+from modeling.kernels.stand_ins import stand_in
 
 PIECE_BYTES = 1 << 20  # of the rows computed at once, in fp32; docs/measurements.md has the times of other sizes
 # Rows over which torch's kernel sums the gradient by a norm's weight one after another: off by 5e-7 of the largest.
@@ -71,8 +71,12 @@ class _RMSNorm(Function):
         if row_passes.fits(hidden, weight_D):
             out_ND, scale_N1 = row_passes.norm(hidden_ND, weight_D, norm_eps=norm_eps, adds_one=adds_one)
         else:
-            with standing_in(lambda: row_passes.kernel("norm", hidden_ND, weight_D)):
-                out_ND, scale_N1 = norm_by_torch(hidden_ND, weight_D, norm_eps, adds_one, n_rows)
+            out_ND, scale_N1 = stand_in(
+                lambda: row_passes.kernel("norm", hidden_ND, weight_D),
+                hidden_ND,
+                lambda: norm_by_torch(hidden_ND, weight_D, norm_eps, adds_one, n_rows),
+                lambda: (torch.empty_like(hidden_ND), hidden_ND.new_empty((len(hidden_ND), 1), dtype=torch.float32)),
+            )
         ctx.save_for_backward(hidden, weight_D, scale_N1)
         return out_ND.view(hidden.shape)
 
@@ -86,11 +90,14 @@ class _RMSNorm(Function):
             wanted = {"by_rows": wants_hidden, "by_weight": wants_weight}
             found = row_passes.norm_gradients(grad_ND, hidden_ND, factor_D, scale_N1, **wanted)
         else:
-            n_rows = min(ctx.n_rows, SUMMED_ROWS)
-            with standing_in(lambda: row_passes.kernel("norm_gradients", hidden_ND, weight_D, grad_ND)):
-                found = norm_gradients_by_torch(
-                    grad_ND, hidden_ND, factor_D, scale_N1, (wants_hidden, wants_weight), n_rows
-                )
+            given, n_rows = (grad_ND, hidden_ND, factor_D, scale_N1), min(ctx.n_rows, SUMMED_ROWS)
+            wanted_of = ((hidden_ND, wants_hidden), (factor_D, wants_weight))
+            found = stand_in(
+                lambda: row_passes.kernel("norm_gradients", hidden_ND, weight_D, grad_ND),
+                hidden_ND,
+                lambda: norm_gradients_by_torch(*given, (wants_hidden, wants_weight), n_rows),
+                lambda: tuple(torch.empty_like(each) if wants else None for each, wants in wanted_of),
+            )
         by_hidden = None if found[0] is None else found[0].view(hidden.shape)
         return by_hidden, None if found[1] is None else found[1].to(weight_D.dtype), None, None, None
 
@@ -161,8 +168,12 @@ def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign
     """Heads rotated by the angles, or with ``sign`` -1 rotated back."""
     if row_passes.fits(heads_BSHC) and is_plain((cos_BSR, sin_BSR)):
         return row_passes.rotate(heads_BSHC, cos_BSR.to(heads_BSHC.dtype), sin_BSR.to(heads_BSHC.dtype), sign)
-    with standing_in(lambda: row_passes.kernel("rotate", heads_BSHC)):
-        return turn_by_torch(heads_BSHC, cos_BSR, sin_BSR, n_rows, sign)
+    return stand_in(
+        lambda: row_passes.kernel("rotate", heads_BSHC),
+        heads_BSHC,
+        lambda: turn_by_torch(heads_BSHC, cos_BSR, sin_BSR, n_rows, sign),
+        lambda: torch.empty_like(heads_BSHC, memory_format=torch.contiguous_format),
+    )
 
 
 def turn_by_torch(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:

@@ -19,7 +19,7 @@ from modeling.kernels import expert_passes
 from modeling.kernels.expert_passes import Gates, Given, Gradients, Matrices
 from modeling.kernels.row_counts import row_counts
 from modeling.kernels.scratch import SCRATCH, is_real
-from modeling.kernels.stand_ins import standing_in
+from modeling.kernels.stand_ins import stand_in
 
 aten = torch.ops.aten
 
@@ -80,8 +80,12 @@ def sums_by_turn(
     if expert_passes.fits(hidden_TD, matrices):
         expert_passes.forward(matrices, hidden_TD, rows.tokens_R, gates, out_RD)
     else:
-        with standing_in(lambda: expert_passes.kernel("forward", hidden_TD, matrices, gates)):
-            products_by_turn(matrices, hidden_TD, rows.tokens_R, gates_and_ups, out_RD)
+        stand_in(
+            lambda: expert_passes.kernel("forward", hidden_TD, matrices, gates),
+            hidden_TD,
+            lambda: products_by_turn(matrices, hidden_TD, rows.tokens_R, gates_and_ups, out_RD),
+            lambda: None,
+        )
     return sum_of_rows(out_RD, rows.rows_TK, weights_TK)
 
 
@@ -162,8 +166,12 @@ def gradients_by_turn(given: Given, gates_and_ups: "GatesAndUps", gradients: Gra
     if expert_passes.fits(given.hidden_TD, given.matrices):
         expert_passes.backward(given, gates, gradients)
         return
-    with standing_in(lambda: expert_passes.kernel("backward", given.hidden_TD, given.matrices, gates)):
-        gradients_by_torch(given, gates_and_ups, gradients)
+    stand_in(
+        lambda: expert_passes.kernel("backward", given.hidden_TD, given.matrices, gates),
+        given.hidden_TD,
+        lambda: gradients_by_torch(given, gates_and_ups, gradients),
+        lambda: None,
+    )
 
 
 def gradients_by_torch(given: Given, gates_and_ups: "GatesAndUps", gradients: Gradients) -> None:

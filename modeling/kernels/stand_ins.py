@@ -4,11 +4,14 @@ Fake tensors have no memory that C++ could read, and a mode that observes operat
 torch computes what a CPU otherwise computes in C++, and an observer that asks for the time of a step needs to know.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+from modeling.kernels.scratch import is_real
 
 Pass = Literal["forward", "backward"]
 
@@ -35,15 +38,19 @@ class Observer(Protocol):
 OBSERVERS: list[Observer] = []  # the last one is told
 
 
-@contextmanager
-def standing_in(kernel: Callable[[], Kernel | None] | None) -> Iterator[None]:
-    """A context of operations that C++ would compute if nothing observed them: the kernel that ``kernel()`` names.
+Made = TypeVar("Made")
 
-    It is called only where somebody observes.
+
+def stand_in(
+    kernel: Callable[[], Kernel | None] | None, like: Tensor, compute: Callable[[], Made], empty: Callable[[], Made]
+) -> Made:
+    """The value of ``compute``, which C++ would compute if nothing observed it: the kernel that ``kernel()`` names.
+
+    Where somebody observes, they are told of the kernel. Of fake tensors, such as ``like``, the value is then made by
+    ``empty``: nobody asks what torch's operations would be.
     """
     found = kernel() if OBSERVERS and kernel is not None else None
     if found is None:
-        yield
-        return
+        return compute()
     with OBSERVERS[-1].instead_of(found):
-        yield
+        return compute() if is_real(like) else empty()

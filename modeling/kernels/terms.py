@@ -17,7 +17,7 @@ from modeling.kernels import attention_passes
 from modeling.kernels.blocks import attend_block, attend_block_backward, attend_scored_backward
 from modeling.kernels.scratch import SCRATCH
 from modeling.kernels.sinks import join_sinks, sinks_gradient
-from modeling.kernels.stand_ins import standing_in
+from modeling.kernels.stand_ins import stand_in
 from modeling.pieces import Piece
 from modeling.score_terms import ScoreTerms, biased, bucket_sums
 
@@ -157,11 +157,12 @@ class _PieceAttention(torch.autograd.Function):
             out_BQHC, lse_BHQ = attention_passes.forward(q_BQHC, k_BSGC, v_BSGC, pieces, added, sinks_H)
         else:
             kernel = partial(attention_passes.kernel, "forward", q_BQHC, k_BSGC, v_BSGC, pieces)
-            with standing_in(kernel if ctx.suits_cpp else None):
-                out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
-                if sinks_H is not None:
-                    out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
-                out_BQHC = out_BQHC.to(q_BQHC.dtype)
+            out_BQHC, lse_BHQ = stand_in(
+                kernel if ctx.suits_cpp else None,
+                q_BQHC,
+                lambda: _forward_widely(q_BQHC, k_BSGC, v_BSGC, sinks_H, pieces, added, cap, dropout),
+                lambda: (empty_like(q_BQHC), empty_like(q_BQHC[..., 0].transpose(1, 2), dtype=torch.float32)),
+            )
         ctx.save_for_backward(q_BQHC, k_BSGC, v_BSGC, out_BQHC, lse_BHQ, sinks_H, bias_HN)
         ctx.pairs, ctx.pieces, ctx.cap, ctx.dropout = pairs, pieces, cap, dropout
         ctx.is_plain, ctx.in_cpp = is_plain, in_cpp
@@ -177,10 +178,36 @@ class _PieceAttention(torch.autograd.Function):
             grads = attention_passes.backward(*given, ctx.pieces, ctx.pairs.added(bias_HN))
         else:
             kernel = partial(attention_passes.kernel, "backward", q_BQHC, k_BSGC, v_BSGC, ctx.pieces)
-            with standing_in(kernel if ctx.suits_cpp else None):
-                *grads, dbias_HN = _backward_widely(ctx, saved, grad_BQHC)
+            *grads, dbias_HN = stand_in(
+                kernel if ctx.suits_cpp else None,
+                q_BQHC,
+                lambda: _backward_widely(ctx, saved, grad_BQHC),
+                lambda: (empty_like(q_BQHC), empty_like(k_BSGC), empty_like(v_BSGC), None),
+            )
         dsinks_H = None if sinks_H is None else sinks_gradient(grad_BQHC, out_BQHC, lse_BHQ, sinks_H)
         return *grads, dsinks_H, None if dbias_HN is None else dbias_HN.float(), *[None] * 4
+
+
+def _forward_widely(
+    q_BQHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGC: Tensor,
+    sinks_H: Tensor | None,
+    pieces: Sequence[Piece],
+    added: Callable[[Piece], Tensor],
+    cap: float | None,
+    dropout: ScoreDropout | None,
+) -> tuple[Tensor, Tensor]:
+    """The attention of all pieces and of the sinks, in its dtype, and the log of its normalizers in fp32."""
+    out_BQHC, lse_BHQ = attend_widely(q_BQHC, k_BSGC, v_BSGC, pieces, added, cap, dropout)
+    if sinks_H is not None:
+        out_BQHC, lse_BHQ = join_sinks(out_BQHC, lse_BHQ, sinks_H)
+    return out_BQHC.to(q_BQHC.dtype), lse_BHQ
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """New memory for a contiguous tensor of that shape, in its dtype or another."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _backward_widely(ctx: Any, saved: tuple[Any, ...], grad_BQHC: Tensor) -> tuple[Tensor | None, ...]:
