@@ -418,4 +418,4 @@ def test_a_copied_key_of_another_value_is_refused(tmp_path: Path, capsys: pytest
     path.write_text(json.dumps(content | {"head_dim": 2}))
     assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
-    assert f"config.json: head_dim=2 is not possible with qk_rope_head_dim={content['qk_rope_head_dim']}: " in told
+    assert f"config.json: head_dim=2 is not possible with qk_rope_head_dim={content['qk_rope_head_dim']}, " in told
