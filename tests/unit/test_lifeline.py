@@ -78,7 +78,8 @@ def test_child_ends_with_the_step_daemon_behind_a_shell():
 
 def test_a_child_that_can_open_no_more_files_lives_on():
     """It reads /proc to see what lies between the step daemon and itself, and took what it could not read for ended."""
-    full = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 99)); time.sleep(3); print('lives')"
+    full = "import resource; limit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (3, 99)); time.sleep(3)"
+    full += "; resource.setrlimit(limit, (99, 99)); print('lives')"  # at its end glibc loads a library for its threads
     process = subprocess.Popen(
         [sys.executable, "-c", STEP_DAEMON, CHILD.format(path=sys.path, tie="end_with_job()", work=full)],
         stdout=subprocess.PIPE,
