@@ -5,38 +5,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from launcher.processor.ops import QUARTERS
 from launcher.processor.timing import MOVED, one_after_another, typical_seconds
 from modeling.context import Context
 from modeling.kernels import attention_passes, expert_passes, row_passes
 from modeling.kernels.expert_passes import Given, Gradients, Matrices
 from modeling.kernels.expert_turns import GatesAndUps
-from modeling.kernels.stand_ins import Kernel, Pass
+from modeling.kernels.stand_ins import Pass
 from modeling.kernels.terms import Bands
 from modeling.pieces import QUERY_BLOCK
 
 TURNED_HEADS = 8  # heads of a token, where rotations are timed
 LEAST_TOKENS = 1 << 10  # that attention is timed with
-LONGEST = 1 << 11  # tokens of a sequence that attention is timed with: for longer ones a FLOP takes as long
 TIMED_EXPERTS = 4
-MOST_ROWS = 1 << 10  # of an expert that is timed
-QUARTERS = 4  # in which the share of experts' rows whose gates are kept is counted
 
-Call = Callable[[], object]
-
-
-def kind_and_shape(kernel: Kernel, rough: Callable[[int], int]) -> tuple[str, tuple[int, ...]]:
-    """The kind of a kernel's work, and the rounded shape that its rate is measured with."""
-    match kernel.name:
-        case "attention":  # key-value heads cost the same each, and only their number of query heads matters
-            n_heads, n_kv_heads, d_head, seq_len, n_keys = kernel.shape
-            lengths = (min(LONGEST, rough(each)) for each in (seq_len, n_keys))
-            return f"attention {kernel.of}", (n_heads // n_kv_heads, d_head, *lengths)
-        case "experts":  # so do experts
-            n_experts, d_model, d_ff, n_rows, n_kept = kernel.shape
-            rows = min(MOST_ROWS, rough(-(-n_rows // n_experts)))
-            return f"experts {kernel.of}", (d_model, d_ff, rows, round(QUARTERS * n_kept / max(1, n_rows)))
-        case name:
-            return name, tuple(map(rough, kernel.shape))
+Timed = Callable[[], object]
 
 
 def kernel_seconds(kind: str, dtype: torch.dtype, shape: tuple[int, ...], level: str) -> float | None:
@@ -58,13 +41,13 @@ def rows_seconds(name: str, dtype: torch.dtype, width: int, n_bytes: int) -> flo
     return typical_seconds(ROWS[name](dtype, n_rows, width)) / (size * n_rows)
 
 
-def norm(dtype: torch.dtype, n_rows: int, width: int) -> Call:
+def norm(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     """A call of a norm's forward pass."""
     weight_D, rows = torch.ones(width, dtype=dtype), one_after_another(lambda: made(dtype, n_rows, width))
     return lambda: row_passes.norm(next(rows), weight_D, norm_eps=1e-6, adds_one=False)
 
 
-def norm_gradients(dtype: torch.dtype, n_rows: int, width: int) -> Call:
+def norm_gradients(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     """A call of a norm's backward pass."""
     grads_and_rows = one_after_another(lambda: made(dtype, 2, n_rows, width))
     factor_D, scales_N1 = torch.ones(width), torch.ones(n_rows, 1)
@@ -76,7 +59,7 @@ def norm_gradients(dtype: torch.dtype, n_rows: int, width: int) -> Call:
     return work
 
 
-def rotate(dtype: torch.dtype, n_rows: int, width: int) -> Call:
+def rotate(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     """A call that turns heads of so many channels."""
     n_heads = TURNED_HEADS if n_rows % TURNED_HEADS == 0 else 1
     n_tokens = n_rows // n_heads
@@ -85,13 +68,13 @@ def rotate(dtype: torch.dtype, n_rows: int, width: int) -> Call:
     return lambda: row_passes.rotate(next(heads), cos_1SR, sin_1SR, 1)
 
 
-def cross_entropies(dtype: torch.dtype, n_rows: int, width: int, *, writes: bool = False) -> Call:
+def cross_entropies(dtype: torch.dtype, n_rows: int, width: int, *, writes: bool = False) -> Timed:
     """A call that computes cross-entropies of logits, and with ``writes`` overwrites these by their gradients."""
     targets_T, logits = torch.zeros(n_rows, dtype=torch.long), one_after_another(lambda: made(dtype, n_rows, width))
     return lambda: row_passes.cross_entropies(next(logits), targets_T, ignored=-1, z_loss=0.0, writes=writes)
 
 
-def cross_entropies_written(dtype: torch.dtype, n_rows: int, width: int) -> Call:
+def cross_entropies_written(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     """The same with gradients."""
     return cross_entropies(dtype, n_rows, width, writes=True)
 

@@ -11,16 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.processor.kernels import kind_and_shape
 from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
-from modeling.kernels.stand_ins import OBSERVERS, Kernel
+from modeling.kernels.stand_ins import OBSERVERS, KernelCall
 
 # A tensor of at least so many bytes is mapped anew each time it is allocated, and each of its pages faults when it is
 # first written (launcher.training.heap.keep_heap_from_growing).
 MAPPED_BYTES = 4 << 20
 CACHED_BYTES = (512 << 10, 8 << 20)  # the most that an operation moves within a core's own cache, and the shared one
 LEVELS = ("near", "shared", "memory")
+LONGEST = 1 << 11  # tokens of a sequence that attention in C++ is timed with: for longer ones a FLOP takes as long
+MOST_ROWS = 1 << 10  # of an expert that is timed, likewise
+QUARTERS = 4  # in which the share of experts' rows whose gates are kept is counted
 
 # Operations by the kind of work they do for each byte; all others count as "add".
 FAMILIES = {
@@ -79,7 +81,7 @@ class StepRecorder(TorchDispatchMode):
         OBSERVERS.remove(self)
 
     @contextmanager
-    def instead_of(self, kernel: Kernel) -> Iterator[None]:
+    def instead_of(self, kernel: KernelCall) -> Iterator[None]:
         """A context whose operations count as one call of this kernel (``modeling.kernels.stand_ins.Observer``)."""
         phase = self.regions.now()[1]
         self.add(Ask(phase, "call", "", (), ""), 0)
@@ -156,13 +158,24 @@ def asked(phase: Phase, work: Work, args: Any, kwargs: Any, out: Any) -> tuple[A
     return Ask(phase, family, dtype_of([*given, *made]), (), level_of(work.bytes)), work.bytes
 
 
-def asked_kernel(phase: Phase, kernel: Kernel) -> tuple[Ask, float]:
+def asked_kernel(phase: Phase, kernel: KernelCall) -> tuple[Ask, float]:
     """The kind of work of a kernel in C++, and its units."""
-    dtype = "fp32" if kernel.dtype == torch.float32 else "bf16"
-    kind, shape = kind_and_shape(kernel, rough)
+    dtype, shape = "fp32" if kernel.dtype == torch.float32 else "bf16", timed_shape(kernel)
     if kernel.flops:
-        return Ask(phase, kind, dtype, shape, ""), kernel.flops
-    return Ask(phase, kind, dtype, shape, level_of(kernel.n_bytes)), kernel.n_bytes
+        return Ask(phase, kernel.name, dtype, shape, ""), kernel.flops
+    return Ask(phase, kernel.name, dtype, shape, level_of(kernel.n_bytes)), kernel.n_bytes
+
+
+def timed_shape(kernel: KernelCall) -> tuple[int, ...]:
+    """The rounded shape with which a kernel is timed (launcher.processor.kernels)."""
+    if kernel.name.startswith("attention"):  # key-value heads cost the same each: their number of query heads matters
+        n_heads, n_kv_heads, d_head, seq_len, n_keys = kernel.shape
+        return (n_heads // n_kv_heads, d_head, *(min(LONGEST, rough(each)) for each in (seq_len, n_keys)))
+    if kernel.name.startswith("experts"):  # so do experts
+        n_experts, d_model, d_ff, n_rows, n_kept = kernel.shape
+        rows = min(MOST_ROWS, rough(-(-n_rows // n_experts)))
+        return d_model, d_ff, rows, round(QUARTERS * n_kept / max(1, n_rows))
+    return tuple(map(rough, kernel.shape))
 
 
 def level_of(n_bytes: int) -> str:

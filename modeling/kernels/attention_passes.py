@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from modeling.kernels import native, tiles
 from modeling.kernels.blocks import additive
 from modeling.kernels.direct import is_plain
-from modeling.kernels.stand_ins import Kernel, Pass
+from modeling.kernels.stand_ins import KernelCall, Pass
 from modeling.kernels.threads import each_part
 from modeling.pieces import Piece
 
@@ -91,7 +91,7 @@ def has_passes(q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor) -> bool:
     return q_BQHC.shape[1] == k_BSGC.shape[1] and q_BQHC.numel() > 0 and passes_of(dtype) is not None
 
 
-def kernel(of: Pass, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece]) -> Kernel | None:
+def kernel(each: Pass, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Sequence[Piece]) -> KernelCall | None:
     """A pass over all pairs of the pieces; None where C++ has none for them. By shape: H, G, C, S, most keys."""
     if not has_passes(q_BQHC, k_BSGC, v_BSGC):
         return None
@@ -101,9 +101,9 @@ def kernel(of: Pass, q_BQHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, pieces: Seq
         (rows.stop - rows.start) * (queries.stop - queries.start) * n
         for (rows, queries, _), n in zip(pieces, n_keys, strict=True)
     )
-    flops = 2.0 * PRODUCTS[of] * n_heads * n_pairs * d_head
+    flops = 2.0 * PRODUCTS[each] * n_heads * n_pairs * d_head
     shape = (n_heads, k_BSGC.shape[2], d_head, seq_len, max(n_keys))
-    return Kernel("attention", q_BQHC.dtype, shape, flops=flops, of=of)
+    return KernelCall(f"attention {each}", q_BQHC.dtype, shape, flops=flops)
 
 
 def forward(

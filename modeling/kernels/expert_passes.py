@@ -21,7 +21,7 @@ from torch.autograd.profiler import record_function
 
 from modeling.kernels import native, tiles
 from modeling.kernels.direct import is_plain
-from modeling.kernels.stand_ins import Kernel, Pass
+from modeling.kernels.stand_ins import KernelCall, Pass
 from modeling.kernels.threads import each_part
 
 TILES = Path(__file__).with_name("expert_tiles.cpp")
@@ -117,15 +117,15 @@ def has_passes(hidden_TD: Tensor, matrices: Matrices) -> bool:
     return suits(d_model, d_ff, dtype.itemsize) and is_contiguous and why_not(dtype) is None
 
 
-def kernel(of: Pass, hidden_TD: Tensor, matrices: Matrices, gates: Gates) -> Kernel | None:
+def kernel(each: Pass, hidden_TD: Tensor, matrices: Matrices, gates: Gates) -> KernelCall | None:
     """A pass over all experts; None where C++ has none for them. By shape: E, D, F, rows, and those that are kept."""
     if not has_passes(hidden_TD, matrices):
         return None
     n_experts, d_ff, d_model = matrices.gate_EFD.shape
     n_rows, n_kept = sum(gates.sizes_E), sum(gates.kept_E)
-    products = 3 * n_rows if of == "forward" else 6 * n_rows + 2 * (n_rows - n_kept)
+    products = 3 * n_rows if each == "forward" else 6 * n_rows + 2 * (n_rows - n_kept)
     shape = (n_experts, d_model, d_ff, n_rows, n_kept)
-    return Kernel("experts", hidden_TD.dtype, shape, flops=2.0 * products * d_model * d_ff, of=of)
+    return KernelCall(f"experts {each}", hidden_TD.dtype, shape, flops=2.0 * products * d_model * d_ff)
 
 
 def suits(d_model: int, d_ff: int, element_bytes: int) -> bool:

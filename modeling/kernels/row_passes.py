@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 
 from modeling.kernels import native
 from modeling.kernels.direct import is_plain
-from modeling.kernels.stand_ins import Kernel
+from modeling.kernels.stand_ins import KernelCall
 from modeling.kernels.threads import each_part, row_parts
 
 SOURCE = Path(__file__).with_name("rows.cpp")
@@ -45,11 +45,11 @@ def has_passes(*tensors: Tensor) -> bool:
     return why_not() is None
 
 
-def kernel(name: str, rows: Tensor, *beside: Tensor) -> Kernel | None:
+def kernel(name: str, rows: Tensor, *beside: Tensor) -> KernelCall | None:
     """The pass ``name`` of MOVES over these rows (..., D); None where C++ has none for them."""
     if not has_passes(rows, *beside):
         return None
-    return Kernel(name, rows.dtype, (rows.shape[-1],), MOVES[name] * rows.nbytes)
+    return KernelCall(name, rows.dtype, (rows.shape[-1],), MOVES[name] * rows.nbytes)
 
 
 def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) -> tuple[Tensor, Tensor]:

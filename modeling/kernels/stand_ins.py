@@ -16,7 +16,7 @@ from modeling.kernels.scratch import is_real
 Pass = Literal["forward", "backward"]
 
 
-class Kernel(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel in C++: its name, its dtype, the shape on which its speed depends, and its work."""
 
     name: str
@@ -24,13 +24,12 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...]
     n_bytes: int = 0  # that it moves, where it has no products
     flops: float = 0.0  # of its products
-    of: Pass | None = None  # the pass, where both have one name
 
 
 class Observer(Protocol):
     """Who wants to know."""
 
-    def instead_of(self, kernel: Kernel) -> AbstractContextManager[None]:
+    def instead_of(self, kernel: KernelCall) -> AbstractContextManager[None]:
         """A context in which operations of torch stand in for this kernel."""
         ...
 
@@ -42,7 +41,7 @@ Made = TypeVar("Made")
 
 
 def stand_in(
-    kernel: Callable[[], Kernel | None] | None, like: Tensor, compute: Callable[[], Made], empty: Callable[[], Made]
+    kernel: Callable[[], KernelCall | None] | None, like: Tensor, compute: Callable[[], Made], empty: Callable[[], Made]
 ) -> Made:
     """The value of ``compute``, which C++ would compute if nothing observed it: the kernel that ``kernel()`` names.
 

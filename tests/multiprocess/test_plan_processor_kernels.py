@@ -10,13 +10,13 @@ from cpp_passes import NEEDS_COMPILER
 from launcher.config.load import load_config
 from launcher.config.tree import RunConfig
 from launcher.estimate.samples import WholeSequences
-from launcher.processor.kernels import kernel_seconds, kind_and_shape
-from launcher.processor.ops import Amounts, Ask, StepRecorder, rough
+from launcher.processor.kernels import kernel_seconds
+from launcher.processor.ops import Amounts, Ask, StepRecorder, timed_shape
 from launcher.processor.plan import trace
 from launcher.trace.regions import Regions
 from launcher.training.loop import build_engine, prepare_process, run_step
 from launcher.training.state import TrainState
-from modeling.kernels.stand_ins import OBSERVERS, Kernel
+from modeling.kernels.stand_ins import OBSERVERS, KernelCall
 from parallel.mesh import close_mesh, open_mesh
 from parallel.processes.start import run_ranks
 
@@ -104,12 +104,12 @@ def test_each_kernel_has_a_rate(kind: str, shape: tuple[int, ...], level: str, d
 
 def test_long_sequences_and_many_experts_are_timed_by_few() -> None:
     """What is timed stays small, whatever is planned."""
-    long = Kernel("attention", torch.bfloat16, (64, 8, 128, 1 << 17, 1 << 17), flops=1.0, of="forward")
-    assert kind_and_shape(long, rough) == ("attention forward", (8, 128, 2048, 2048))
-    local = Kernel("attention", torch.bfloat16, (64, 64, 128, 1 << 17, 255), flops=1.0, of="backward")
-    assert kind_and_shape(local, rough) == ("attention backward", (1, 128, 2048, 256))
-    many = Kernel("experts", torch.float32, (256, 512, 128, 1 << 20, 3 << 18), flops=1.0, of="backward")
-    assert kind_and_shape(many, rough) == ("experts backward", (512, 128, 1024, 3))
+    long = KernelCall("attention forward", torch.bfloat16, (64, 8, 128, 1 << 17, 1 << 17), flops=1.0)
+    local = KernelCall("attention backward", torch.bfloat16, (64, 64, 128, 1 << 17, 255), flops=1.0)
+    many = KernelCall("experts backward", torch.float32, (256, 512, 128, 1 << 20, 3 << 18), flops=1.0)
+    assert timed_shape(long) == (8, 128, 2048, 2048)
+    assert timed_shape(local) == (1, 128, 2048, 256)
+    assert timed_shape(many) == (512, 128, 1024, 3)
 
 
 @pytest.mark.parametrize(("each", "kept"), [("forward", 4), ("backward", 4), ("backward", 0), ("backward", 2)])
