@@ -28,7 +28,7 @@ model:
   {family: mixtral, n_layers: 2, d_model: 64, n_heads: 4, n_kv_heads: 2, d_ff: 128, vocab_size: 512,
    moe: {n_experts: 4, top_k: 2, d_ff: 32}}
 data: {seq_len: 64, sources: [{path: none.txt}]}
-train: {global_batch_size: 4, micro_batch_size: 2}
+train: {global_batch_size: 8, micro_batch_size: 2}
 """
 OVERRIDES = {
     "fp32": ["train.precision=fp32"],

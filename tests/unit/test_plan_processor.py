@@ -12,15 +12,18 @@ from launcher.cli import main
 from launcher.closed_form.bubble import waits_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
+from launcher.processor import kernels
 from launcher.processor.host import tiny_relative
-from launcher.processor.ops import Amounts, Ask, StepRecorder, rough
+from launcher.processor.ops import LEVELS, Amounts, Ask, StepRecorder, rough
 from launcher.processor.rates import Call, Machine, Message, merged, sent_bytes, slowest, typical, typical_call
 from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
 from launcher.processor.shared import shared_seconds
+from launcher.processor.timing import MOVED
 from launcher.processor.trace import as_rows, dealt, extended, from_rows
 from launcher.trace.regions import Regions
 from modeling.kernels import row_passes
 from modeling.kernels.by_rows import rms_norm_by_rows
+from modeling.kernels.stand_ins import OBSERVERS
 from parallel.pipeline.config import ZBV, Interleaved, OneFOneB
 
 CONFIG = """\
@@ -162,6 +165,7 @@ def normed_calls() -> dict[str, int]:
 @pytest.mark.skipif(NEEDS_COMPILER is not None, reason=str(NEEDS_COMPILER))
 def test_what_stands_in_for_a_kernel_counts_as_one_call_of_it(monkeypatch):
     assert normed_calls() == {"norm": 1, "norm_gradients": 1}
+    assert not OBSERVERS
     monkeypatch.setattr(row_passes, "why_not", lambda: "there is no C++ compiler")
     assert {"sum", "add"} <= normed_calls().keys() and "norm" not in normed_calls()
 
@@ -171,6 +175,14 @@ def test_planted_recorder_that_counts_what_stands_in_too(monkeypatch):
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(StepRecorder, "in_kernel", never, raising=False)
     assert {"norm", "sum", "add"} <= normed_calls().keys()
+
+
+def test_a_kernel_is_timed_with_as_many_bytes_as_its_level_has(monkeypatch):
+    moved = []
+    monkeypatch.setattr(kernels, "rows_seconds", lambda name, dtype, width, n_bytes: moved.append(n_bytes))
+    for level in LEVELS:
+        kernels.kernel_seconds("rotate", torch.float32, (64,), level)
+    assert moved == [MOVED[level] for level in LEVELS] and moved == sorted(set(moved))
 
 
 def test_choices_are_dealt_evenly():
