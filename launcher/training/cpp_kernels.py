@@ -9,13 +9,12 @@ import torch
 
 from launcher.config.tree import RunConfig
 from modeling.dtypes import DTYPES
-from modeling.kernels import attention_passes, expert_passes, row_passes
+from modeling.kernels import attention_passes, expert_passes, row_passes, tiles
 from modeling.kernels.built import leave_out
-from modeling.kernels.tiles import has_matrix_units
 
 
 class Kernel(NamedTuple):
-    """A kernel that a run uses: its source, whether it is for matrix units, and why this process does not use it."""
+    """A kernel that a run uses: its source, whether it needs units for bf16, and why this process does not use it."""
 
     source: Path
     needs_units: bool
@@ -67,7 +66,7 @@ def tell_of_missing_kernels(
         if problem is None:
             continue
         leave_out(kernel.source, problem)
-        if not kernel.needs_units or has_matrix_units():  # else nothing is missing that this processor could use
+        if not kernel.needs_units or tiles.options():  # else nothing is missing that this processor could use
             told.append(problem)
     for problem in dict.fromkeys(told):
         tell(f"kernels in C++ are not used, so steps take longer: {problem}")

@@ -2,8 +2,9 @@
 
 torch's kernel on a CPU is a call of oneDNN's or MKL's for each product of some 32 queries, and computes what a mask
 hides. Here blocks of 32 queries and 32 keys of which no pair is seen are left out. Scores, weights and their sums are
-in fp32. In bf16 a processor with matrix units (AMX) multiplies on these (attention_tiles.cpp), with factors rounded to
-bf16, as FlashAttention does on a GPU. Any other processor, and fp32, multiply in fp32 (attention_vectors.cpp).
+in fp32. In bf16 a processor that multiplies bf16, by matrix units (AMX) or vectors (AVX-512), does so
+(attention_tiles.cpp), with factors rounded to bf16, as FlashAttention does on a GPU. Any other processor, and fp32,
+multiply in fp32 (attention_vectors.cpp).
 
 Shape letters: B batch, Q queries, S keys, H heads, G key-value heads, C d_head.
 """
@@ -55,12 +56,12 @@ class Attention(ctypes.Structure):
 
 
 def why_not_tiles() -> str | None:
-    """Why bf16 is not multiplied on matrix units, in one line; None where it is. Compiles the passes."""
+    """Why bf16 is not multiplied as such, in one line; None where it is. Compiles the passes."""
     return tiles.why_not(TILES)
 
 
 def why_not() -> str | None:
-    """Why vectors are not used, in one line; None where they are. Compiles the passes."""
+    """Why vectors of fp32 are not used, in one line; None where they are. Compiles the passes."""
     return native.why_not(VECTORS, native.FUSED)
 
 

@@ -2,9 +2,10 @@
 
 A product of few rows by a narrow matrix costs a library as much for the call as for the numbers, and what lies between
 an expert's products as much as these. In C++ rows are gathered into the form that products take, and gates are computed
-on sums that have not left the cache. Sums, gates and their gradients are in fp32. bf16 needs a processor with matrix
-units (AMX, expert_tiles.cpp): what products take is rounded to bf16, as elsewhere. fp32 takes the vectors of any
-processor (expert_vectors.cpp). A row's value does not depend on other rows, bit for bit.
+on sums that have not left the cache. Sums, gates and their gradients are in fp32. bf16 needs a processor that
+multiplies it, by matrix units (AMX) or vectors (AVX-512): expert_tiles.cpp. What products take is rounded to bf16, as
+elsewhere. fp32 takes the vectors of any processor (expert_vectors.cpp). A row's value does not depend on other rows,
+bit for bit.
 
 Shape letters: T tokens, R rows (token-expert pairs), E experts, D d_model, F d_ff, I 2F.
 """

@@ -1,6 +1,6 @@
 """The experts' SwiGLU on a CPU, one expert after another, so that an expert's values stay in a core's cache.
 
-In fp32, and in bf16 on a processor with matrix units, both passes of narrow experts are in C++ (expert_passes.py).
+In fp32, and in bf16 on a processor that multiplies it, both passes of narrow experts are in C++ (expert_passes.py).
 
 Shape letters: T tokens, K top_k, R rows (token-expert pairs, padded), N rows of one expert, M the most of them, D
 d_model, F d_ff, I 2F.

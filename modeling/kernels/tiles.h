@@ -1,9 +1,10 @@
-// Blocks of sums in the tiles of a processor's matrix units (AMX), and numbers in bf16 in its vectors (AVX-512).
+// Blocks of sums by a processor that multiplies bf16, in tiles (AMX) or in vectors (AVX-512), and numbers in bf16 in
+// its vectors.
 //
 // A tile is a register of 16 rows of 64 bytes. One instruction multiplies a tile of 16 rows of 32 numbers by a tile of
 // 32 rows of 16 numbers, and adds the products to a tile of 16 x 16 sums in fp32: Intel 64 and IA-32 Architectures
-// Software Developer's Manual, volume 1, chapter 18. With WITHOUT_TILES plain loops take the place of these
-// instructions, for tests on processors that lack them.
+// Software Developer's Manual, volume 1, chapter 18. VDPBF16PS (volume 2) does so for one row and two numbers of each
+// column. Without either, plain loops take the place of these instructions, for tests.
 #pragma once
 
 #include <immintrin.h>
@@ -31,7 +32,7 @@ constexpr int64_t BLOCK_SUMS = 4 * SUMS;
 // A panel is what one block of sums takes from a factor: for each 32 of the inner dim, two tiles. In the left factor's
 // tiles a row is 32 numbers along the inner dim; in the right factor's, 16 columns of two numbers along it.
 
-#ifndef WITHOUT_TILES
+#if defined(__AMX_BF16__)
 
 inline void configure_tiles() {
   struct alignas(64) {
@@ -87,6 +88,46 @@ inline void configure_tiles() {}
 inline void release_tiles() {}
 inline bool may_use_tiles() { return true; }
 
+#ifndef PLAIN_LOOPS
+
+constexpr int64_t ROWS = 8;  // whose sums are in registers at once
+
+inline __m512bh factors(const Bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+inline __m512bh pair_everywhere(const Bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+template <bool ADDS>
+inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
+  for (int64_t first = 0; first < BLOCK; first += ROWS) {
+    float* to = sums + first / TILE_ROWS * 2 * SUMS + first % TILE_ROWS * TILE_ROWS;
+    const Bf16* rows = left + first / TILE_ROWS * TILE + first % TILE_ROWS * BLOCK;
+    __m512 low[ROWS], high[ROWS];
+    for (int64_t row = 0; row < ROWS; row++) {
+      low[row] = ADDS ? _mm512_load_ps(to + row * TILE_ROWS) : _mm512_setzero_ps();
+      high[row] = ADDS ? _mm512_load_ps(to + row * TILE_ROWS + SUMS) : _mm512_setzero_ps();
+    }
+    for (int64_t step = 0; step < steps; step++)
+      for (int64_t k = 0; k < BLOCK; k += 2) {
+        const Bf16* pairs = right + step * STEP + k / 2 * BLOCK;
+        const __m512bh lower = factors(pairs), upper = factors(pairs + TILE);
+        for (int64_t row = 0; row < ROWS; row++) {
+          const __m512bh pair = pair_everywhere(rows + step * STEP + row * BLOCK + k);
+          low[row] = _mm512_dpbf16_ps(low[row], pair, lower);
+          high[row] = _mm512_dpbf16_ps(high[row], pair, upper);
+        }
+      }
+    for (int64_t row = 0; row < ROWS; row++) {
+      _mm512_store_ps(to + row * TILE_ROWS, low[row]);
+      _mm512_store_ps(to + row * TILE_ROWS + SUMS, high[row]);
+    }
+  }
+}
+
+#else
+
 inline float wide(Bf16 number) {
   const uint32_t bits = uint32_t(number) << 16;
   float made;
@@ -108,6 +149,7 @@ inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t s
         }
 }
 
+#endif
 #endif
 
 // A product of two panels: a block of sums, or added to one.

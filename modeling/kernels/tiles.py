@@ -1,4 +1,7 @@
-"""Passes in C++ on a CPU's matrix units (AMX, tiles.h), compiled on the machine that runs them."""
+"""Passes in C++ for a CPU that multiplies bf16, in tiles (AMX) or in vectors (AVX-512): tiles.h.
+
+They are compiled on the machine that runs them.
+"""
 
 import ctypes
 import functools
@@ -9,14 +12,19 @@ import torch
 from modeling.kernels.built import LEFT_OUT, NotBuilt, loaded
 from modeling.kernels.native import compiled
 
-VECTORS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
-OPTIONS = ("-O3", "-w", "-std=c++17", "-fopenmp-simd", *VECTORS, "-mamx-tile", "-mamx-bf16")
+VECTORS = (
+    *("-O3", "-w", "-std=c++17", "-fopenmp-simd"),
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
+)
+TILES = (*VECTORS, "-mamx-tile", "-mamx-bf16")
 
 
 @functools.cache
-def has_matrix_units() -> bool:
-    """Whether this processor multiplies tiles of bf16."""
-    return torch.cpu._is_amx_tile_supported()
+def options() -> tuple[str, ...] | None:
+    """What a compiler is told on this processor: TILES, or VECTORS, or None where it multiplies no bf16."""
+    if torch.cpu._is_amx_tile_supported():
+        return TILES
+    return VECTORS if torch.cpu._is_avx512_bf16_supported() else None
 
 
 def why_not(source: Path) -> str | None:
@@ -27,8 +35,8 @@ def why_not(source: Path) -> str | None:
 @functools.cache
 def problem(source: Path) -> str | None:
     """Why the passes of this source cannot be used on this machine; None where they can."""
-    if not has_matrix_units():
-        return "the processor has no matrix units (AMX)"
+    if options() is None:
+        return "the processor does not multiply bf16 (by AMX or AVX-512)"
     try:
         may_use_units = library(source).prepare()
     except NotBuilt as error:
@@ -39,4 +47,6 @@ def problem(source: Path) -> str | None:
 @functools.cache
 def library(source: Path) -> ctypes.CDLL:
     """The passes of this source, compiled if need be. Raises NotBuilt where they cannot be."""
-    return loaded(compiled(source, OPTIONS))
+    told = options()
+    assert told is not None
+    return loaded(compiled(source, told))

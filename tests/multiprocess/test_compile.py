@@ -107,7 +107,7 @@ def kernels_in_rank(lacking: str) -> tuple[dict[str, str | None], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "problem", lambda source, further: "no space left" if lacks == source else None)
         patch.setattr(tiles, "problem", lambda source: "no matrix units" if lacks == source else None)
-        patch.setattr(cpp_kernels, "has_matrix_units", lambda: lacks is None)
+        patch.setattr(tiles, "options", lambda: tiles.VECTORS if lacks is None else None)
         precision = "fp32" if lacking == "experts" else "bf16"
         config = load_config("configs/quickstart.yaml", [f"train.precision={precision}"])
         share = partial(compiling.first_problem, mesh)

@@ -1,4 +1,4 @@
-"""Passes in C++, for tests: on matrix units as they run, or with plain loops in the units' place, or broken."""
+"""Passes in C++, for tests: on what multiplies bf16 in this processor, or with plain loops in its place, or broken."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,23 +8,22 @@ import pytest
 
 from modeling.kernels import native, tiles
 from modeling.kernels.built import compiler_here, loaded
-from modeling.kernels.tiles import has_matrix_units
 
-WITHOUT_TILES = "-DWITHOUT_TILES"
-KINDS = ("units", "loops")
-_HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()  # which loops use as units do
+PLAIN_LOOPS = "-DPLAIN_LOOPS"
+OPTIONS = {"tiles": tiles.TILES, "dots": tiles.VECTORS, "loops": (*tiles.VECTORS, PLAIN_LOOPS)}
+KINDS = tuple(OPTIONS)  # of units: AMX, AVX-512, neither
+_HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()  # which all kinds use
 NEEDS_COMPILER = "this machine has no C++ compiler" if compiler_here() is None else None
 NEEDS_VECTORS = NEEDS_COMPILER if _HAS_VECTORS else "this processor has no vectors of bf16 (AVX-512)"
 
 
 def on_units(source: Path, kind: str) -> ctypes.CDLL:
-    """The passes of a source for matrix units, of this one of KINDS. Skips the test where they cannot be here."""
-    if kind == "units" and not has_matrix_units():
+    """The passes of a source for units, of this one of KINDS. Skips the test where they cannot be here."""
+    if kind == "tiles" and tiles.options() != tiles.TILES:
         pytest.skip("this processor has no matrix units (AMX)")
     if NEEDS_VECTORS is not None:
         pytest.skip(NEEDS_VECTORS)
-    options = tiles.OPTIONS if kind == "units" else (*tiles.OPTIONS, WITHOUT_TILES)
-    return prepared(loaded(native.compiled(source, options)))
+    return prepared(loaded(native.compiled(source, OPTIONS[kind])))
 
 
 def prepared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -36,10 +35,10 @@ def prepared(library: ctypes.CDLL) -> ctypes.CDLL:
 Change = tuple[str, str]  # what is replaced, and by what
 
 
-def broken_for_units(source: Path, folder: Path, *changes: Change) -> ctypes.CDLL:
-    """The passes of a source for matrix units, as ``broken`` makes them, with plain loops in the units' place."""
-    options = ["-O1" if each == "-O3" else each for each in tiles.OPTIONS]
-    return prepared(broken(source, folder, changes, lambda path: native.compiled(path, [*options, WITHOUT_TILES])))
+def broken_for_units(source: Path, folder: Path, *changes: Change, kind: str = "loops") -> ctypes.CDLL:
+    """The passes of a source for units of this kind, as ``broken`` makes them."""
+    options = ["-O1" if each == "-O3" else each for each in OPTIONS[kind]]
+    return prepared(broken(source, folder, changes, lambda path: native.compiled(path, options)))
 
 
 def broken_for_vectors(source: Path, further: tuple[str, ...], folder: Path, *changes: Change) -> ctypes.CDLL:

@@ -1,7 +1,7 @@
 """Attention's passes in C++ (attention_tiles.cpp, attention_vectors.cpp): against the formula, fp32 and fp64.
 
-Those for matrix units are tested as they run where there are such units, and where there are vectors of bf16 once more
-with plain loops in the units' place.
+Those for bf16 are tested on matrix units and on vectors of bf16 where the processor has these, and where it has vectors
+once more with plain loops in their place.
 """
 
 import ctypes
@@ -34,14 +34,14 @@ NAMES = ("out", "q", "k", "v")
 
 @pytest.fixture(scope="module", params=["vectors", *KINDS])
 def passes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """bf16 is computed by vectors, or on units, or by plain loops in the units' place."""
+    """bf16 is computed in fp32, or on units that multiply it, or by plain loops in the units' place."""
     with pytest.MonkeyPatch.context() as patch:
         take(patch, None if request.param == "vectors" else on_units(attention_passes.TILES, request.param))
         yield
 
 
 def take(patch: pytest.MonkeyPatch, on_units: ctypes.CDLL | None) -> None:
-    """From now on bf16 is computed by this library for matrix units; None: by vectors."""
+    """From now on bf16 is computed by this library for units; None: in fp32."""
     passes_of = attention_passes.passes_of
 
     def taken(dtype: torch.dtype) -> tuple[attention_passes.Pass, attention_passes.Pass] | None:
@@ -320,7 +320,7 @@ def test_what_is_taken_in_cpp(passes: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix units for bf16, else vectors, else nothing."""
+    """Units for bf16, else vectors of fp32, else nothing."""
     q, k, v = heads(packed((4, 8)), 4, 2, 0, BF16)
     monkeypatch.setattr(attention_passes, "why_not_tiles", WHY_NOT_TILES)
     monkeypatch.setattr(attention_passes, "passes_of", PASSES_OF)
@@ -398,5 +398,24 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("fault", [*IN_BOTH, *ON_UNITS])
 def test_planted_faults_on_units_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, {**IN_BOTH, **ON_UNITS}[fault]))
+    with pytest.raises(AssertionError):
+        check_some()
+
+
+BY_DOTS = {
+    "the first eight rows alone": ("first < BLOCK; first += ROWS", "first < ROWS; first += ROWS"),
+    "the first rows of a tile twice": (" + first % TILE_ROWS * BLOCK;", ";"),
+    "the upper rows take the lower ones' factors": ("rows = left + first / TILE_ROWS * TILE", "rows = left"),
+    "products replace what was there": ("ADDS ? _mm512_load_ps(to + row * TILE_ROWS)", "false ? *(__m512*)to"),
+    "the last step is left out": ("step < steps; step++)\n      for", "step < 1; step++)\n      for"),
+    "both halves of the columns are one": ("upper = factors(pairs + TILE)", "upper = factors(pairs)"),
+    "another pair of a row": ("row * BLOCK + k);", "row * BLOCK);"),
+}
+
+
+@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
+@pytest.mark.parametrize("fault", BY_DOTS)
+def test_planted_faults_of_dot_products_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, BY_DOTS[fault], kind="dots"))
     with pytest.raises(AssertionError):
         check_some()

@@ -1,7 +1,7 @@
 """The experts' passes in C++ (expert_tiles.cpp, expert_vectors.cpp): against fp32 and bf16 by a library's products.
 
-On a processor with matrix units those for bf16 are tested as they run, and everywhere with vectors of bf16 once more
-with plain loops in the units' place.
+Those for bf16 are tested on matrix units and on vectors of bf16 where the processor has these, and where it has vectors
+once more with plain loops in their place.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ SIZES = (
 
 @pytest.fixture(scope="module", params=["vectors", *KINDS])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """fp32 by vectors, or bf16 on units, or by plain loops in the units' place."""
+    """fp32 by vectors, or bf16 on units that multiply it, or by plain loops in the units' place."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "vectors":
             take(patch, BF16, on_units(expert_passes.TILES, request.param))
@@ -252,9 +252,8 @@ def test_without_a_compiler_one_line_says_so(
     for module in (tiles, kernels_built):
         monkeypatch.setattr(module, "LEFT_OUT", {})
     lines: list[str] = []
-    for has_units in (False, True):
-        for module in (cpp_kernels, tiles):
-            monkeypatch.setattr(module, "has_matrix_units", lambda has_units=has_units: has_units)
+    for options in (None, tiles.VECTORS):
+        monkeypatch.setattr(tiles, "options", lambda options=options: options)
         tiles.problem.cache_clear()
         cpp_kernels.tell_of_missing_kernels(experts_in_16_bits, torch.device("cpu"), lines.append)
     tiles.problem.cache_clear()
