@@ -11,16 +11,17 @@ from launcher.plan.quick import Room
 from launcher.training.cpp_kernels import experts_suit
 from launcher.training.heap import MMAP_THRESHOLD_BYTES
 from modeling.dtypes import DTYPES
-from modeling.kernels import expert_passes
+from modeling.kernels import attention_passes, expert_passes
 from modeling.kernels.expert_turns import is_built_by_rows
 from modeling.kernels.experts import narrow_row_multiple
 from modeling.kernels.row_counts import row_counts
 from modeling.loss import cpu_chunk_tokens
 from parallel.mesh import Mesh
 
-# The first two are fitted to 20 runs of the quickstart and of changes of it, the third is measured (AMD EPYC with
-# AVX-512, 2026-11-25, docs/plan.md).
+# The first and the third are fitted to 20 runs of the quickstart and of changes of it, the second to 17 in bf16, the
+# fourth is measured (AMD EPYC with AVX-512, 2026-11-25 and 30, docs/plan.md).
 SCATTERED = 1.7  # glibc's heap at its largest, over the tensors in it that come and go within a step
+SCATTERED_IN_BF16 = 1.3  # the same where attention and experts multiply bf16 in C++, without tensors between products
 LATER_BYTES = 80 << 20  # what the first steps load and build beside experts' products: code, dense products, buffers
 PRODUCT_BYTES = 600_000  # that oneDNN caches for one matrix product in 16 bits
 PRODUCTS = 6  # matrix products of an expert: gate and up together, down, and two gradients of each
@@ -42,7 +43,14 @@ def cpu_room(config: RunConfig, mesh: Mesh) -> Room:
     chunk = cpu_chunk_tokens(vocab_size, is_wide=config.train.stored == "fp32")
     tokens = config.train.micro_batch_size * step.positions // config.parallel.tp
     has_pieces = tokens * config.model.d_model * step.element_bytes < MMAP_THRESHOLD_BYTES  # larger ones are mapped
-    return Room(held + free / max(1, local), outside, 1.0, SCATTERED if has_pieces else 1.0, chunk * vocab_size)
+    scattered = scattered_of(config) if has_pieces else 1.0
+    return Room(held + free / max(1, local), outside, 1.0, scattered, chunk * vocab_size)
+
+
+def scattered_of(config: RunConfig) -> float:
+    """The heap of glibc at its largest, over the tensors of such a run that come and go within a step."""
+    is_in_cpp = config.train.stored == "bf16" and attention_passes.why_not_tiles() is None
+    return SCATTERED_IN_BF16 if is_in_cpp else SCATTERED
 
 
 def product_bytes(config: RunConfig) -> float:

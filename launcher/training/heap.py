@@ -10,6 +10,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 4 << 20
 TRIM_THRESHOLD_BYTES = 512 << 20
+ROOM_BYTES = 256 << 20
 
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first of them that is set
@@ -29,9 +30,26 @@ def keep_heap_from_growing() -> None:
     first threshold makes glibc return free memory at the heap's end from 128 KiB on, which the next layer then takes
     again by page faults. With 128 MiB kept a step costs 3% less, 8% with ``selective`` recomputation, and with 512 MiB
     some 2% less than that, at the same peak (docs/measurements.md).
+
+    A block for which the heap has room is not mapped, so the room is opened at once (``open_room``).
     """
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-            mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc's; other C libraries have none
+            libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+            libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+            open_room(libc)
+
+
+def open_room(libc: ctypes.CDLL) -> None:
+    """Lets the heap grow by ROOM_BYTES. Nothing is written there, so it takes no memory yet.
+
+    It would never grow by itself in a run whose large blocks come when it has no room, such as with recomputation:
+    these would be mapped, and written to by page faults, in every step (docs/measurements.md).
+    """
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    size = MMAP_THRESHOLD_BYTES // 2
+    blocks = [libc.malloc(size) for _ in range(ROOM_BYTES // size)]  # null where the system gives no more
+    for block in reversed(blocks):
+        libc.free(block)

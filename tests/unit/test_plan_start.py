@@ -18,7 +18,7 @@ from launcher.plan.search import layouts
 from launcher.report.plans import planned_at_start, planned_rows
 from launcher.trace.hardware import known_hardware, read_hardware
 from launcher.training import cpu_room, planned
-from launcher.training.cpu_room import LATER_BYTES, PRODUCT_BYTES, SCATTERED
+from launcher.training.cpu_room import LATER_BYTES, PRODUCT_BYTES, SCATTERED, SCATTERED_IN_BF16
 from launcher.training.planned import HELD, MISS_AFTER, Planned, miss, plan_start
 
 CONFIG = load_config(Path("configs/quickstart.yaml"), [])
@@ -83,6 +83,7 @@ def test_a_cpu_holds_what_the_heap_and_onednn_keep_besides(monkeypatch):
     """By hand: pieces of what passes, the experts' products in 16 bits, what later steps load; the rest is there."""
     monkeypatch.setattr(cpu_room, "is_built_by_rows", lambda dtype: True)
     monkeypatch.setattr(cpu_room.expert_passes, "why_not", lambda dtype: "experts are left to oneDNN")
+    monkeypatch.setattr(cpu_room.attention_passes, "why_not_tiles", lambda: "attention is left to torch")
     monkeypatch.setattr(cpu_room, "resident_bytes", lambda: 2.0 * GIB)
     for changes, numbers, scattered in (
         ([], 32, SCATTERED),  # 512 rows are the mean: multiples of 32 up to 1024
@@ -100,6 +101,20 @@ def test_a_cpu_holds_what_the_heap_and_onednn_keep_besides(monkeypatch):
         passing = sum(event.get(planned.HELD[name], 0.0) for name in PASSING)
         expected = tensors + (scattered - 1) * passing + room.outside / GIB
         assert event["peak_gib"] == pytest.approx(expected) and room.scattered == scattered
+
+
+def test_bf16_in_cpp_leaves_fewer_pieces(monkeypatch):
+    monkeypatch.setattr(cpu_room.attention_passes, "why_not_tiles", lambda: None)
+    for changes, scattered in (
+        ([], SCATTERED_IN_BF16),
+        (["train.precision=fp8"], SCATTERED_IN_BF16),  # of 16 bits between its products
+        (["train.precision=fp32"], SCATTERED),
+        (["train.precision=fp16"], SCATTERED),
+        (["train.micro_batch_size=16", "model.d_model=512"], 1.0),
+    ):
+        assert cpu_room.cpu_room(load_config(Path("configs/quickstart.yaml"), changes), MESH).scattered == scattered
+    monkeypatch.setattr(cpu_room.attention_passes, "why_not_tiles", lambda: "the processor does not multiply bf16")
+    assert cpu_room.cpu_room(CONFIG, MESH).scattered == SCATTERED
 
 
 def test_a_cpus_head_makes_few_logits_at_a_time():
