@@ -5,7 +5,8 @@
 The model, the batches and the engine are those of Roundtable's side of zero_step_speed.py: ZeRO 1, one process, one
 thread. Over steps 10 to 30 (from 0): ``spread``, the standard deviation of their processor time over its mean, and
 ``farthest``, the largest distance of one from the median, over the median. ``growth_mb``: by how much the resident
-memory after the last step exceeds the largest after steps 10 to 30.
+memory after the last step exceeds the largest after steps 10 to 30; ``later_growth_mb``: the largest after the first half
+of the steps, so that what still settles then is told from what grows on.
 """
 
 import argparse
@@ -38,6 +39,7 @@ def main() -> None:
         "spread": round(statistics.stdev(watched) / statistics.mean(watched), 4),
         "farthest": round(max(abs(each - middle) for each in watched) / middle, 4),
         "growth_mb": round((resident[-1] - max(resident[WATCHED])) / 1e6, 1),
+        "later_growth_mb": round((resident[-1] - max(resident[: len(resident) // 2])) / 1e6, 1),
         "resident_mb": round(resident[-1] / 1e6, 1),
     }
     print(
