@@ -5,8 +5,8 @@
 The model, the batches and the engine are those of Roundtable's side of zero_step_speed.py: ZeRO 1, one process, one
 thread. Over steps 10 to 30 (from 0): ``spread``, the standard deviation of their processor time over its mean, and
 ``farthest``, the largest distance of one from the median, over the median. ``growth_mb``: by how much the resident
-memory after the last step exceeds the largest after steps 10 to 30; ``later_growth_mb``: the largest after the first half
-of the steps, so that what still settles then is told from what grows on.
+memory after the last step exceeds the largest after steps 10 to 30; ``later_growth_mb``: by how much it exceeds the
+largest of the first half of the steps, so that what settles is told from what grows on.
 """
 
 import argparse
