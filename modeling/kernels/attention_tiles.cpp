@@ -1,4 +1,4 @@
-// Attention in bf16 on a processor with matrix units (AMX), both passes.
+// Attention in bf16 on a processor that multiplies it (tiles.h), both passes.
 //
 // Scores, weights and their gradients are in fp32 until they are a factor of a product, which is in bf16.
 //

@@ -1,4 +1,4 @@
-// How attention in bf16 (attention_tiles.cpp) brings heads into the form that matrix units take.
+// How attention in bf16 (attention_tiles.cpp) brings heads into the form that tiles.h takes.
 #pragma once
 
 #include "attention.h"

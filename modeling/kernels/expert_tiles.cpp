@@ -1,6 +1,6 @@
-// The experts' SwiGLU in bf16 on a processor with matrix units (AMX), both passes, one expert after another.
+// The experts' SwiGLU in bf16 on a processor that multiplies it (tiles.h), both passes, one expert after another.
 //
-// Both factors of a product are brought into the form that the units take while they are gathered, so that products
+// Both factors of a product are brought into the form that tiles.h takes while they are gathered, so that products
 // read memory from front to back. What follows a product (gates, their gradients, rounding to bf16) is computed while
 // its block of sums is in the cache.
 //
