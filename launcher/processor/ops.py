@@ -15,9 +15,10 @@ from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
 from modeling.kernels.stand_ins import OBSERVERS, KernelCall
 
-# A tensor of at least so many bytes is mapped anew each time it is allocated, and each of its pages faults when it is
-# first written (launcher.training.heap.keep_heap_from_growing).
+# A tensor of at least so many bytes for which the heap has no room is mapped anew each time it is allocated, and each
+# of its pages faults when it is first written (launcher.training.heap.keep_heap_from_growing).
 MAPPED_BYTES = 4 << 20
+ROOM_BYTES = 256 << 20  # of the heap when training begins (launcher.training.heap.open_room)
 CACHED_BYTES = (512 << 10, 8 << 20)  # the most that an operation moves within a core's own cache, and the shared one
 LEVELS = ("near", "shared", "memory")
 LONGEST = 1 << 11  # tokens of a sequence that attention in C++ is timed with: for longer ones a FLOP takes as long
@@ -69,7 +70,9 @@ class StepRecorder(TorchDispatchMode):
         self.regions = regions
         self.calls: Counter[Ask] = Counter()
         self.units: dict[Ask, float] = {}
-        self.unwritten: dict[int, int] = {}  # large storage -> bytes of it that were not written to yet
+        self.unwritten: dict[int, int] = {}  # mapped storage -> bytes of it that were not written to yet
+        self.in_heap: dict[int, int] = {}  # storage in the heap -> its bytes
+        self.heap_used, self.heap_size = 0, ROOM_BYTES
         self.in_kernel = False
 
     def __enter__(self) -> Self:
@@ -111,26 +114,40 @@ class StepRecorder(TorchDispatchMode):
         self.units[ask] = self.units.get(ask, 0.0) + units
 
     def pages(self, name: str, args: Any, kwargs: Any, out: Any, *, is_work: bool) -> int:
-        """Bytes of large tensors that this operation is the first to write to, whose pages fault."""
+        """Bytes of mapped tensors that this operation is the first to write to, whose pages fault."""
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
-        large = [each for each in made if each.untyped_storage().nbytes() >= MAPPED_BYTES]
-        if not large or name in KEPT:
+        if not made or name in KEPT:
             return 0
         given = {
             each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         }
         pages = 0
-        for each in large:
+        for each in made:
             storage = each.untyped_storage()
             key = storage._cdata
-            if key not in given and key not in self.unwritten:
-                self.unwritten[key] = storage.nbytes()
-                weakref.finalize(storage, self.unwritten.pop, key, None)
+            if key not in given and key not in self.unwritten and key not in self.in_heap:
+                self.allocate(storage)
             if is_work and key in self.unwritten:
                 written = min(each.nbytes, self.unwritten[key])
                 self.unwritten[key] -= written
                 pages += written
         return pages
+
+    def allocate(self, storage: torch.UntypedStorage) -> None:
+        """Places a new storage: in the heap, which grows by small ones alone, or in a map of its own."""
+        key, n_bytes = storage._cdata, storage.nbytes()
+        if n_bytes >= MAPPED_BYTES and self.heap_used + n_bytes > self.heap_size:
+            self.unwritten[key] = n_bytes
+        else:
+            self.in_heap[key] = n_bytes
+            self.heap_used += n_bytes
+            self.heap_size = max(self.heap_size, self.heap_used)
+        weakref.finalize(storage, self.release, key)
+
+    def release(self, key: int) -> None:
+        """Forgets a storage that is freed."""
+        self.unwritten.pop(key, None)
+        self.heap_used -= self.in_heap.pop(key, 0)
 
     def found(self) -> dict[Ask, Amounts]:
         """The calls and units of each kind of work recorded so far."""

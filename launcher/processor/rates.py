@@ -4,6 +4,7 @@ Each rate is measured by itself, while as many processes measure as ranks of a s
 step of the planned config is run.
 """
 
+import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from launcher.processor.timing import DTYPES, MOVED, one_after_another, typical_
 
 SHARE_SECONDS = 1.0  # how long each process computes to measure its share of a core; done twice
 WIDTH = 256  # elements of a row, where rows are gathered
-FRESH_BYTES = 16 << 20  # bytes of a new tensor whose pages fault
+FRESH_BYTES = 16 << 20  # bytes of a new map whose pages fault
 SMALL, LARGE = 1 << 10, 4 << 20  # bytes of the two measured messages
 
 
@@ -132,9 +133,13 @@ def attention_seconds(shape: tuple[int, ...], dtype: torch.dtype) -> float:
 
 
 def page_seconds() -> float:
-    """Seconds of a page fault for each byte: writing to a new tensor, less writing to an existing one."""
-    there = torch.empty(FRESH_BYTES, dtype=torch.uint8)
-    anew = typical_seconds(lambda: torch.empty(FRESH_BYTES, dtype=torch.uint8).zero_())
+    """Seconds of a page fault for each byte: writing to a new map, less writing to an existing one."""
+
+    def map_anew() -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(-1, FRESH_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+    there = map_anew()
+    anew = typical_seconds(lambda: map_anew().zero_())
     return (anew - typical_seconds(there.zero_)) / FRESH_BYTES
 
 
@@ -196,8 +201,8 @@ def measure_rank(asks: Iterable[Ask], wires: Iterable[tuple[str, str, int]], bus
         rank, world = dist.get_rank(), dist.get_world_size()
         dist.barrier()
     shares = [core_share()]
-    if rank < busy:  # pages first: later, memory that others freed to the heap would be reused, without page faults
-        found = {ask: unit_seconds(ask) for ask in sorted(asks, key=lambda ask: ask.kind != "pages")}
+    if rank < busy:
+        found = {ask: unit_seconds(ask) for ask in asks}
     messages = {}
     for name, dtype, ranks in wires:
         groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]

@@ -7,10 +7,13 @@ from collections.abc import MutableMapping
 
 # malloc.h
 M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
+TOP_PAD_BYTES = 128 << 10  # glibc's own
 MMAP_THRESHOLD_BYTES = 4 << 20
 TRIM_THRESHOLD_BYTES = 512 << 20
 ROOM_BYTES = 256 << 20
+ASKED_BYTES = 1 << 20
 
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first of them that is set
@@ -42,14 +45,14 @@ def keep_heap_from_growing() -> None:
 
 
 def open_room(libc: ctypes.CDLL) -> None:
-    """Lets the heap grow by ROOM_BYTES. Nothing is written there, so it takes no memory yet.
+    """Lets the heap grow by ROOM_BYTES at once. Their pages are not written to, so they take no memory yet.
 
     It would never grow by itself in a run whose large blocks come when it has no room, such as with recomputation:
     these would be mapped, and written to by page faults, in every step (docs/measurements.md).
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-    size = MMAP_THRESHOLD_BYTES // 2
-    blocks = [libc.malloc(size) for _ in range(ROOM_BYTES // size)]  # null where the system gives no more
-    for block in reversed(blocks):
-        libc.free(block)
+    libc.malloc_trim(0)  # so that the next block finds no place at the heap's end
+    libc.mallopt(M_TOP_PAD, ROOM_BYTES)  # what glibc asks the system for beside a block
+    libc.free(libc.malloc(ASKED_BYTES))
+    libc.mallopt(M_TOP_PAD, TOP_PAD_BYTES)

@@ -314,9 +314,6 @@ int with_tiles(const Attention& all, int64_t first, int64_t n, size_t bytes, Pas
 
 extern "C" {
 
-// Must be called once in a process. Whether tiles can be used.
-int prepare() { return may_use_tiles(); }
-
 // Some of the B * G key-value heads of all rows: out and lse. 1: there is no memory.
 int forward(const Attention* all, int64_t first, int64_t n) {
   return with_tiles(*all, first, n, forward_bytes(*all), forward_of);

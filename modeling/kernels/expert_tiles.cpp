@@ -285,9 +285,6 @@ int with_tiles(const Layer<Bf16>& layer, const int64_t* experts, int64_t n_exper
 
 extern "C" {
 
-// Must be called once in a process. Whether tiles can be used.
-int prepare() { return may_use_tiles(); }
-
 // The forward pass of some experts: out_RD, and gate_up_RI as far as it is kept. 1: there is no memory.
 int forward(const Layer<Bf16>* layer, const int64_t* experts, int64_t n_experts) {
   const int64_t D = layer->d_model, F = layer->d_ff;

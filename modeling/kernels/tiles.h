@@ -8,8 +8,6 @@
 #pragma once
 
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
@@ -49,9 +47,6 @@ inline void configure_tiles() {
 
 inline void release_tiles() { _tile_release(); }
 
-// Asks Linux for the tiles, for the whole process: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
-inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
 // The product of two panels, which becomes a block of sums or is added to one: tiles 0 and 1 are its upper 16 rows.
 template <bool ADDS>
 inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
@@ -86,7 +81,6 @@ inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t s
 
 inline void configure_tiles() {}
 inline void release_tiles() {}
-inline bool may_use_tiles() { return true; }
 
 #ifndef PLAIN_LOOPS
 

@@ -16,15 +16,23 @@ VECTORS = (
     *("-O3", "-w", "-std=c++17", "-fopenmp-simd"),
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
 )
+# On x86-64: asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h of Linux.
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 TILES = (*VECTORS, "-mamx-tile", "-mamx-bf16")
 
 
 @functools.cache
 def options() -> tuple[str, ...] | None:
     """What a compiler is told on this processor: TILES, or VECTORS, or None where it multiplies no bf16."""
-    if torch.cpu._is_amx_tile_supported():
+    if torch.cpu._is_amx_tile_supported() and may_use_tiles():
         return TILES
     return VECTORS if torch.cpu._is_avx512_bf16_supported() else None
+
+
+def may_use_tiles() -> bool:
+    """Whether Linux lets this process use tiles, for which it is asked. Linux 5.16 is the first that knows them."""
+    numbers = (SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, numbers)) == 0
 
 
 def why_not(source: Path) -> str | None:
@@ -38,10 +46,10 @@ def problem(source: Path) -> str | None:
     if options() is None:
         return "the processor does not multiply bf16 (by AMX or AVX-512)"
     try:
-        may_use_units = library(source).prepare()
+        library(source)
     except NotBuilt as error:
         return str(error)
-    return None if may_use_units else "Linux does not let this process use matrix units; Linux 5.16 does"
+    return None
 
 
 @functools.cache

@@ -23,13 +23,7 @@ def on_units(source: Path, kind: str) -> ctypes.CDLL:
         pytest.skip("this processor has no matrix units (AMX)")
     if NEEDS_VECTORS is not None:
         pytest.skip(NEEDS_VECTORS)
-    return prepared(loaded(native.compiled(source, OPTIONS[kind])))
-
-
-def prepared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, which may use the units."""
-    assert library.prepare()
-    return library
+    return loaded(native.compiled(source, OPTIONS[kind]))
 
 
 Change = tuple[str, str]  # what is replaced, and by what
@@ -38,7 +32,7 @@ Change = tuple[str, str]  # what is replaced, and by what
 def broken_for_units(source: Path, folder: Path, *changes: Change, kind: str = "loops") -> ctypes.CDLL:
     """The passes of a source for units of this kind, as ``broken`` makes them."""
     options = ["-O1" if each == "-O3" else each for each in OPTIONS[kind]]
-    return prepared(broken(source, folder, changes, lambda path: native.compiled(path, options)))
+    return broken(source, folder, changes, lambda path: native.compiled(path, options))
 
 
 def broken_for_vectors(source: Path, further: tuple[str, ...], folder: Path, *changes: Change) -> ctypes.CDLL:

@@ -1,5 +1,6 @@
 """What a training process asks of glibc's heap, by the page faults of a process of its own."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -39,9 +40,16 @@ PAGE_BYTES = 4096
 
 def second_faults(size: int, change: str = "") -> int:
     """The page faults of eight blocks of ``size`` bytes, written to a second time, after ``change``."""
-    program = PROGRAM.format(size=size, change=change)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    return int(done.stdout)
+    return int(printed(PROGRAM.format(size=size, change=change)))
+
+
+def printed(program: str, **variables: str) -> str:
+    """What a program prints under glibc's own malloc, with these variables and none else that changes it."""
+    changing = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(changing)} | variables
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    return done.stdout
 
 
 @pytest.mark.parametrize("size", [3 << 20, 20 << 20])
@@ -63,3 +71,19 @@ def test_planted_heaps_without_room_are_seen() -> None:
 def test_a_process_that_may_have_no_more_memory_goes_on() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_DATA, (100 << 20, 100 << 20))"
     assert second_faults(1 << 20, limit) < 100
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, {"MALLOC_PERTURB_": "1"}], ids=str
+)
+def test_room_takes_no_memory_until_it_is_used(variables: dict[str, str]) -> None:
+    """Also where pages have 2 MiB, of which each would come whole."""
+    program = """
+from launcher.training.cpu_room import resident_bytes
+from launcher.training.heap import keep_heap_from_growing
+
+before = resident_bytes()
+keep_heap_from_growing()
+print(int(resident_bytes() - before))
+"""
+    assert int(printed(program, **variables)) < 10 << 20

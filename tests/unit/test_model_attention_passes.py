@@ -20,7 +20,7 @@ from cpp_passes import KINDS, NEEDS_COMPILER, NEEDS_VECTORS, broken_for_units, b
 from kernel_references import attend_reference
 from modeling.context import PADDING, Context
 from modeling.dropout import ScoreDropout
-from modeling.kernels import attention_passes, native
+from modeling.kernels import attention_passes, native, tiles
 from modeling.kernels.attention import attend, masked_attention
 from modeling.pieces import Piece
 from modeling.score_terms import Alibi, Buckets, ScoreTerms
@@ -330,6 +330,17 @@ def test_a_process_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not attention_passes.fits(q.float(), k.float(), v.float())
     monkeypatch.setattr(attention_passes, "why_not_tiles", lambda: "no units")
     assert not attention_passes.fits(q, k, v)
+
+
+def test_tiles_that_linux_refuses_leave_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux before 5.16 does, on a processor that has both."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for may_use, options in ((False, tiles.VECTORS), (True, tiles.TILES)):
+        monkeypatch.setattr(tiles, "may_use_tiles", lambda may_use=may_use: may_use)
+        assert tiles.options.__wrapped__() == options
+    monkeypatch.undo()
+    assert torch.cpu._is_amx_tile_supported() or not tiles.may_use_tiles()
 
 
 def check_some(check: Callable[..., None] = check) -> None:

@@ -1,26 +1,39 @@
 """`plan --as cpu`: what a step asks for, and what its seconds follow from."""
 
 import json
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from cpp_passes import NEEDS_COMPILER
 from launcher.cli import main
 from launcher.closed_form.bubble import waits_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
-from launcher.processor import kernels
+from launcher.processor import kernels, ops
 from launcher.processor.host import tiny_relative
 from launcher.processor.ops import LEVELS, Amounts, Ask, StepRecorder, rough
-from launcher.processor.rates import Call, Machine, Message, merged, sent_bytes, slowest, typical, typical_call
+from launcher.processor.rates import (
+    Call,
+    Machine,
+    Message,
+    merged,
+    page_seconds,
+    sent_bytes,
+    slowest,
+    typical,
+    typical_call,
+)
 from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
 from launcher.processor.shared import shared_seconds
 from launcher.processor.timing import MOVED
 from launcher.processor.trace import as_rows, dealt, extended, from_rows
 from launcher.trace.regions import Regions
+from launcher.training import heap
 from modeling.kernels import row_passes
 from modeling.kernels.by_rows import rms_norm_by_rows
 from modeling.kernels.stand_ins import OBSERVERS
@@ -143,14 +156,46 @@ def test_the_recorder_counts_products_bytes_calls_and_new_pages():
     with StepRecorder(Regions()) as recorder:
         torch.mm(left, right.T)
         left.add_(1)
-        torch.empty(2 << 20)  # 8 MiB that nobody writes to
-        torch.zeros(2 << 20)
+        torch.empty(128 << 20)  # 512 MiB that nobody writes to
+        torch.zeros(96 << 20)  # 384 MiB, more than the heap has room for
     found = recorder.found()
     product = Ask("forward", "product", "fp32", (64, 64, 128, 0, 1), "")
     assert found[product] == Amounts(1, 2.0 * 60 * 70 * 100)
     assert found[Ask("forward", "add", "fp32", (), "near")].units == 2 * left.nbytes
-    assert found[Ask("forward", "pages", "", (), "")].units == 8 << 20
+    assert found[Ask("forward", "pages", "", (), "")].units == 384 << 20
     assert found[CALL].calls >= 4
+
+
+def test_pages_fault_of_large_blocks_alone_that_the_heap_has_no_room_for():
+    """By hand, in MiB: the heap has 256, and holds large blocks while they fit, and small ones always."""
+    mib = (1 << 20) // 4
+    pages = Ask("forward", "pages", "", (), "")
+    with FakeTensorMode(), StepRecorder(Regions()) as recorder:
+        kept = [torch.zeros(100 * mib), torch.zeros(100 * mib)]
+        assert pages not in recorder.found()
+        mapped = torch.zeros(100 * mib)
+        assert recorder.found()[pages].units == 100 << 20
+        mapped.zero_()  # its pages are there
+        small = [torch.zeros(3 * mib) for _ in range(40)]  # the heap grows to 320
+        kept.pop()
+        room = [torch.zeros(95 * mib)]  # 315 of 320
+        assert recorder.found()[pages].units == 100 << 20
+        room.append(torch.zeros(8 * mib))
+        assert recorder.found()[pages].units == 108 << 20
+        del mapped, small
+        room.append(torch.zeros(100 * mib))
+        assert recorder.found()[pages].units == 108 << 20
+
+
+def test_a_page_fault_takes_time_whatever_the_heap_holds():
+    """Measured beside the heap: in it only the first of many tensors of a size faults."""
+    heap.keep_heap_from_growing()
+    nanoseconds = page_seconds() * mmap.PAGESIZE * 1e9
+    assert nanoseconds > 50  # hundreds to thousands; memory that is there is written to at a few for a page
+
+
+def test_the_plans_heap_is_the_runs():
+    assert (ops.ROOM_BYTES, ops.MAPPED_BYTES) == (heap.ROOM_BYTES, heap.MMAP_THRESHOLD_BYTES)
 
 
 def normed_calls() -> dict[str, int]:
