@@ -16,9 +16,11 @@ VECTORS = (
     *("-O3", "-w", "-std=c++17", "-fopenmp-simd"),
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma"),
 )
-# On x86-64: asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h of Linux.
-SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 TILES = (*VECTORS, "-mamx-tile", "-mamx-bf16")
+# of Linux on x86-64: asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h
+SYS_ARCH_PRCTL = 158
+ARCH_REQ_XCOMP_PERM = 0x1023
+XFEATURE_XTILEDATA = 18
 
 
 @functools.cache

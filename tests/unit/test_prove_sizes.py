@@ -51,6 +51,7 @@ REASONS = {
     "modeling.kernels.top_k.": "how a number's bits lie, not a size; each choice of a proof is made by them",
     "modeling.kernels.scratch.ROOM": "what is kept beside what is asked for; nothing is read there",
     "modeling.kernels.built.": "the length of names and of messages",
+    "modeling.kernels.tiles.": "Linux's names of a call and of a feature",
     "modeling.kernels.row_passes.BLOCK": "blocks of one sum; tests/unit/test_model_by_rows.py crosses it",
     "modeling.kernels.threads.LEAST_NUMBERS": "shares of threads; tests/unit/test_model_by_rows.py crosses it",
     "modeling.kernels.expert_passes.": "a library or C++; tests/unit/test_model_expert_passes.py crosses each",
