@@ -13,12 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.trace.ops import GROUPED, Phase, Work, group_size, work_of
 from launcher.trace.regions import Regions
+from launcher.training.heap import MMAP_THRESHOLD_BYTES, ROOM_BYTES
 from modeling.kernels.stand_ins import OBSERVERS, KernelCall
 
-# A tensor of at least so many bytes for which the heap has no room is mapped anew each time it is allocated, and each
-# of its pages faults when it is first written (launcher.training.heap.keep_heap_from_growing).
-MAPPED_BYTES = 4 << 20
-ROOM_BYTES = 256 << 20  # of the heap when training begins (launcher.training.heap.open_room)
 CACHED_BYTES = (512 << 10, 8 << 20)  # the most that an operation moves within a core's own cache, and the shared one
 LEVELS = ("near", "shared", "memory")
 LONGEST = 1 << 11  # tokens of a sequence that attention in C++ is timed with: for longer ones a FLOP takes as long
@@ -134,9 +131,12 @@ class StepRecorder(TorchDispatchMode):
         return pages
 
     def allocate(self, storage: torch.UntypedStorage) -> None:
-        """Places a new storage: in the heap, which grows by small ones alone, or in a map of its own."""
+        """Places a new storage: in the heap, which grows by small ones alone, or in a map of its own.
+
+        So does glibc in a run (launcher.training.heap). Each page of a map faults when it is first written.
+        """
         key, n_bytes = storage._cdata, storage.nbytes()
-        if n_bytes >= MAPPED_BYTES and self.heap_used + n_bytes > self.heap_size:
+        if n_bytes >= MMAP_THRESHOLD_BYTES and self.heap_used + n_bytes > self.heap_size:
             self.unwritten[key] = n_bytes
         else:
             self.in_heap[key] = n_bytes

@@ -18,12 +18,11 @@ from modeling.kernels.row_counts import row_counts
 from modeling.loss import cpu_chunk_tokens
 from parallel.mesh import Mesh
 
-# The first and the third are fitted to 20 runs of the quickstart and of changes of it, the second to 17 in bf16, the
-# fourth is measured (AMD EPYC with AVX-512, 2026-11-25 and 30, docs/plan.md).
+# Fitted to runs of the quickstart and of changes of it (AMD EPYC with AVX-512, docs/plan.md).
 SCATTERED = 1.7  # glibc's heap at its largest, over the tensors in it that come and go within a step
 SCATTERED_IN_BF16 = 1.3  # the same where attention and experts multiply bf16 in C++, without tensors between products
 LATER_BYTES = 80 << 20  # what the first steps load and build beside experts' products: code, dense products, buffers
-PRODUCT_BYTES = 600_000  # that oneDNN caches for one matrix product in 16 bits
+PRODUCT_BYTES = 600_000  # that oneDNN caches for one matrix product in 16 bits; measured there (2026-11-25)
 PRODUCTS = 6  # matrix products of an expert: gate and up together, down, and two gradients of each
 BUSIEST = 2  # the busiest expert is assumed to have this many times the mean number of rows
 

@@ -9,12 +9,11 @@ from collections.abc import MutableMapping
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
-TOP_PAD_BYTES = 128 << 10  # glibc's own
-MMAP_THRESHOLD_BYTES = 4 << 20
-TRIM_THRESHOLD_BYTES = 512 << 20
-ROOM_BYTES = 256 << 20
-ASKED_BYTES = 1 << 20
-
+MMAP_THRESHOLD_BYTES = 4 << 20  # of a block that is mapped where the heap has no room for it
+TRIM_THRESHOLD_BYTES = 512 << 20  # free at the heap's end, from which on they are given back
+TOP_PAD_BYTES = 128 << 10  # by which the heap grows beyond what is asked for; glibc's own
+ROOM_BYTES = 256 << 20  # by which it grows once, before training
+ASKED_BYTES = 1 << 20  # of the block with which it does
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first of them that is set
 
@@ -26,7 +25,7 @@ def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def keep_heap_from_growing() -> None:
-    """Makes glibc map blocks of 4 MiB or more separately, and keep up to 512 MiB free at the heap's end. On Linux.
+    """Makes glibc map blocks of 4 MiB or more for which its heap has no room, and keep up to 512 MiB free at its end.
 
     A mapped block is returned to the system when it is freed; left alone, glibc's heap fragments and grows without
     end: the quickstart's ranks by 5 MB a step, from 1.2 to 2.2 GiB in 200 steps (2 cores, 2026-11-21). Setting the
@@ -34,7 +33,7 @@ def keep_heap_from_growing() -> None:
     again by page faults. With 128 MiB kept a step costs 3% less, 8% with ``selective`` recomputation, and with 512 MiB
     some 2% less than that, at the same peak (docs/measurements.md).
 
-    A block for which the heap has room is not mapped, so the room is opened at once (``open_room``).
+    The room is opened at once (``open_room``). Does nothing but on Linux.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

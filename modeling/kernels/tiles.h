@@ -4,7 +4,7 @@
 // A tile is a register of 16 rows of 64 bytes. One instruction multiplies a tile of 16 rows of 32 numbers by a tile of
 // 32 rows of 16 numbers, and adds the products to a tile of 16 x 16 sums in fp32: Intel 64 and IA-32 Architectures
 // Software Developer's Manual, volume 1, chapter 18. VDPBF16PS (volume 2) does so for one row and two numbers of each
-// column. Without either, plain loops take the place of these instructions, for tests.
+// column. With PLAIN_LOOPS plain loops take the place of these instructions, for tests.
 #pragma once
 
 #include <immintrin.h>
@@ -82,7 +82,7 @@ inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t s
 inline void configure_tiles() {}
 inline void release_tiles() {}
 
-#ifndef PLAIN_LOOPS
+#ifndef PLAIN_LOOPS  // VDPBF16PS
 
 constexpr int64_t ROWS = 8;  // whose sums are in registers at once
 
@@ -93,6 +93,7 @@ inline __m512bh pair_everywhere(const Bf16* from) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
+// As with tiles; the sums of some rows at a time stay in registers.
 template <bool ADDS>
 inline void multiply(float* sums, const Bf16* left, const Bf16* right, int64_t steps) {
   for (int64_t first = 0; first < BLOCK; first += ROWS) {

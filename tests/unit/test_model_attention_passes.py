@@ -381,6 +381,15 @@ ON_UNITS = {
     "gradients of scores are not scaled": ("_mm512_mul_ps(low, factor)", "_mm512_mul_ps(low, _mm512_set1_ps(1.0f))"),
     "the first head's queries": ("all.q.at<Bf16>(row, query, head + each)", "all.q.at<Bf16>(row, query, head)"),
 }
+BY_DOTS = {  # by vectors of bf16
+    "the first eight rows alone": ("first < BLOCK; first += ROWS", "first < ROWS; first += ROWS"),
+    "the first rows of a tile twice": (" + first % TILE_ROWS * BLOCK;", ";"),
+    "the upper rows take the lower ones' factors": ("rows = left + first / TILE_ROWS * TILE", "rows = left"),
+    "products replace what was there": ("ADDS ? _mm512_load_ps(to + row * TILE_ROWS)", "false ? *(__m512*)to"),
+    "the first step alone": ("step < steps; step++)\n      for", "step < 1; step++)\n      for"),
+    "both halves of the columns are one": ("upper = factors(pairs + TILE)", "upper = factors(pairs)"),
+    "the first pair of a row": ("row * BLOCK + k);", "row * BLOCK);"),
+}
 BY_VECTORS = {
     "a number of each product is left out": ("inner < n_inner; inner++", "inner + 1 < n_inner; inner++"),
     "rows beyond whole eights are left out": ("multiply_rows<1, true>", "multiply_rows<ROWS, true>"),
@@ -406,27 +415,14 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
-@pytest.mark.parametrize("fault", [*IN_BOTH, *ON_UNITS])
-def test_planted_faults_on_units_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, {**IN_BOTH, **ON_UNITS}[fault]))
-    with pytest.raises(AssertionError):
-        check_some()
-
-
-BY_DOTS = {
-    "the first eight rows alone": ("first < BLOCK; first += ROWS", "first < ROWS; first += ROWS"),
-    "the first rows of a tile twice": (" + first % TILE_ROWS * BLOCK;", ";"),
-    "the upper rows take the lower ones' factors": ("rows = left + first / TILE_ROWS * TILE", "rows = left"),
-    "products replace what was there": ("ADDS ? _mm512_load_ps(to + row * TILE_ROWS)", "false ? *(__m512*)to"),
-    "the last step is left out": ("step < steps; step++)\n      for", "step < 1; step++)\n      for"),
-    "both halves of the columns are one": ("upper = factors(pairs + TILE)", "upper = factors(pairs)"),
-    "another pair of a row": ("row * BLOCK + k);", "row * BLOCK);"),
-}
-
-
-@pytest.mark.skipif(NEEDS_VECTORS is not None, reason=str(NEEDS_VECTORS))
-@pytest.mark.parametrize("fault", BY_DOTS)
-def test_planted_faults_of_dot_products_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, BY_DOTS[fault], kind="dots"))
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [*(("loops", fault) for fault in (*IN_BOTH, *ON_UNITS)), *(("dots", fault) for fault in BY_DOTS)],
+)
+def test_planted_faults_on_units_are_seen(
+    kind: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = (BY_DOTS if kind == "dots" else {**IN_BOTH, **ON_UNITS})[fault]
+    take(monkeypatch, broken_for_units(attention_passes.TILES, tmp_path, change, kind=kind))
     with pytest.raises(AssertionError):
         check_some()

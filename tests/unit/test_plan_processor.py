@@ -14,7 +14,7 @@ from launcher.cli import main
 from launcher.closed_form.bubble import waits_of
 from launcher.config.load import load_config
 from launcher.estimate.order import Passes, simulate
-from launcher.processor import kernels, ops
+from launcher.processor import kernels
 from launcher.processor.host import tiny_relative
 from launcher.processor.ops import LEVELS, Amounts, Ask, StepRecorder, rough
 from launcher.processor.rates import (
@@ -192,10 +192,6 @@ def test_a_page_fault_takes_time_whatever_the_heap_holds():
     heap.keep_heap_from_growing()
     nanoseconds = page_seconds() * mmap.PAGESIZE * 1e9
     assert nanoseconds > 50  # hundreds to thousands; memory that is there is written to at a few for a page
-
-
-def test_the_plans_heap_is_the_runs():
-    assert (ops.ROOM_BYTES, ops.MAPPED_BYTES) == (heap.ROOM_BYTES, heap.MMAP_THRESHOLD_BYTES)
 
 
 def normed_calls() -> dict[str, int]:
