@@ -5,15 +5,14 @@
 The model and the batch are quickstart's. The layouts were chosen and written down before any figure of them was seen:
 one, two and four processes over gloo, every axis, each stage of ZeRO, each way to recompute, micro-batches of 1 to 8
 sequences, both precisions; where a processor has no products for bf16, and a step in it takes minutes, all are in fp32
-(``precision`` says so), as the demo is. The plans are made first (``roundtable plan --as cpu``: traces, and rates
-measured apart from the layouts, in as many rounds; the median of each counts). Each layout's steps then run in
-processes of its own, one thread each, in rounds, so that whatever else the machine does hits all alike; the first step
-of a run is not counted. ``spearman`` is the
-correlation of the ranks of the planned and of the measured seconds, medians over all steps of all rounds;
-``spearman_processor`` that of a process's processor seconds in a step, the mean over the processes, which other work
-on the machine moves less. ``shares_of_a_core``: what each of so many processes got of a core while rates were
-measured; far below 1, or below a half with four processes on two cores, the machine was busy with other work, and wall
-seconds say little.
+(``precision`` says so), as the demo is. The traces are made first. Then, in each round, rates are measured apart from
+the layouts, as by ``roundtable plan --as cpu``, and each layout's steps run in processes of its own, one thread each,
+so that whatever else the machine does hits rates and steps alike; the first step of a run is not counted. The plans are
+of the median of each rate. ``spearman`` is the correlation of the ranks of the planned and of the measured seconds,
+medians over all steps of all rounds; ``spearman_processor`` that of a process's processor seconds in a step, the mean
+over the processes, which other work on the machine moves less. ``shares_of_a_core``: what each of so many processes got
+of a core while rates were measured; far below 1, or below a half with four processes on two cores, the machine was busy
+with other work, and wall seconds say little.
 """
 
 import argparse
@@ -56,14 +55,16 @@ def main() -> None:
 
     precision = ("train.precision=fp32",) if narrow_cost() >= SLOW else ()
     layouts = {name: (n_ranks, (*overrides, *precision)) for name, (n_ranks, overrides) in LAYOUTS.items()}
-    plans = plan_all(layouts, arguments.rounds)
+    planner = Planner(layouts)
     measured: dict[str, list[float]] = {name: [] for name in layouts}
     used: dict[str, list[float]] = {name: [] for name in layouts}
     for _ in range(arguments.rounds):
+        planner.measure()
         for name, layout in layouts.items():
             ranks = measure_steps(layout, arguments.steps)
             measured[name] += ranks[0][0]
             used[name] += [seconds for _, rank in ranks for seconds in rank]
+    plans = planner.plans()
     rows: dict[str, dict[str, Any]] = {
         name: {"processes": layouts[name][0], "overrides": layouts[name][1], "planned": plans[name]}
         | {"measured_seconds": median(seconds), "all_seconds": [round(each, 4) for each in seconds]}
@@ -87,31 +88,43 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def plan_all(layouts: dict[str, Layout], rounds: int) -> dict[str, dict[str, Any]]:
-    """Each layout's plan, with the median of rates measured in rounds, once for each number of processes.
+class Planner:
+    """The layouts' traces, and rates of the machine, which are measured in rounds, once for each number of processes.
 
-    Measuring in rounds makes changes of the machine's speed affect the rates of all layouts alike, as their steps.
+    Rounds make changes of the machine's speed affect the rates of all layouts alike, as their steps.
     """
-    from launcher.config.checked import load_checked
-    from launcher.processor.plan import as_json, measure, measure_host, trace
-    from launcher.processor.rates import typical, typical_call
 
-    configs, traces = {}, {}
-    for name, (n_ranks, overrides) in layouts.items():
-        configs[name] = load_checked(CONFIG, overrides, world_size=n_ranks, data=False)
-        traces[name] = trace(CONFIG, overrides, n_ranks)
-        assert traces[name] is not None, name
-    machines: dict[int, list[Any]] = {n_ranks: [] for n_ranks, _ in layouts.values()}
-    calls: dict[str, list[Any]] = {name: [] for name in layouts}
-    for _ in range(rounds):
-        for n_ranks, found in machines.items():
-            found.append(measure([traces[name] for name, (each, _) in layouts.items() if each == n_ranks], n_ranks))
-        for name, (n_ranks, _) in layouts.items():
-            calls[name].append(measure_host(configs[name], n_ranks))
-    return {
-        name: as_json(config, n, traces[name], typical(machines[n]), typical_call(calls[name]))
-        for (name, config), (n, _) in zip(configs.items(), layouts.values(), strict=True)
-    }
+    def __init__(self, layouts: dict[str, Layout]) -> None:
+        from launcher.config.checked import load_checked
+        from launcher.processor.plan import trace
+
+        self.layouts, self.configs, self.traces = layouts, {}, {}
+        for name, (n_ranks, overrides) in layouts.items():
+            self.configs[name] = load_checked(CONFIG, overrides, world_size=n_ranks, data=False)
+            self.traces[name] = trace(CONFIG, overrides, n_ranks)
+            assert self.traces[name] is not None, name
+        self.machines: dict[int, list[Any]] = {n_ranks: [] for n_ranks, _ in layouts.values()}
+        self.calls: dict[str, list[Any]] = {name: [] for name in layouts}
+
+    def measure(self) -> None:
+        """Measures all rates once."""
+        from launcher.processor.plan import measure, measure_host
+
+        for n_ranks, found in self.machines.items():
+            traces = [self.traces[name] for name, (each, _) in self.layouts.items() if each == n_ranks]
+            found.append(measure(traces, n_ranks))
+        for name, (n_ranks, _) in self.layouts.items():
+            self.calls[name].append(measure_host(self.configs[name], n_ranks))
+
+    def plans(self) -> dict[str, dict[str, Any]]:
+        """Each layout's plan, by the median of each rate."""
+        from launcher.processor.plan import as_json
+        from launcher.processor.rates import typical, typical_call
+
+        return {
+            name: as_json(config, n, self.traces[name], typical(self.machines[n]), typical_call(self.calls[name]))
+            for (name, config), (n, _) in zip(self.configs.items(), self.layouts.values(), strict=True)
+        }
 
 
 def measure_steps(layout: Layout, steps: int) -> list[tuple[list[float], list[float]]]:

@@ -11,13 +11,16 @@ from modeling.context import Context
 from modeling.kernels import attention_passes, expert_passes, row_passes
 from modeling.kernels.expert_passes import Given, Gradients, Matrices
 from modeling.kernels.expert_turns import GatesAndUps
+from modeling.kernels.experts import row_multiple_of
+from modeling.kernels.row_counts import rounded_up
 from modeling.kernels.stand_ins import Pass
 from modeling.kernels.terms import Bands
 from modeling.pieces import QUERY_BLOCK
 
 TURNED_HEADS = 8  # heads of a token, where rotations are timed
 LEAST_TOKENS = 1 << 10  # that attention is timed with
-TIMED_EXPERTS = 4
+BLOCK = 32  # rows that the experts' kernels take at once (blocks.h)
+UNEVEN = (-20, -4, 12, 28)  # rows of each timed expert beyond the mean: on average they fill half of a last block
 
 Timed = Callable[[], object]
 
@@ -52,9 +55,9 @@ def norm_gradients(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     grads_and_rows = one_after_another(lambda: made(dtype, 2, n_rows, width))
     factor_D, scales_N1 = torch.ones(width), torch.ones(n_rows, 1)
 
-    def work() -> None:
+    def work() -> object:
         grads_ND, rows_ND = next(grads_and_rows).unbind()
-        row_passes.norm_gradients(grads_ND, rows_ND, factor_D, scales_N1, by_rows=True, by_weight=True)
+        return row_passes.norm_gradients(grads_ND, rows_ND, factor_D, scales_N1, by_rows=True, by_weight=True)
 
     return work
 
@@ -103,12 +106,11 @@ def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
     passes = one_after_another(passed)
 
-    def run() -> None:
+    def run() -> object:
         heads, (out_BQHC, lse_BHQ), grad_BQHC = next(passes)
         if each == "forward":
-            attention_passes.forward(*heads, pieces, added)
-        else:
-            attention_passes.backward(grad_BQHC, *heads, out_BQHC, lse_BHQ, pieces, added)
+            return attention_passes.forward(*heads, pieces, added)
+        return attention_passes.backward(grad_BQHC, *heads, out_BQHC, lse_BHQ, pieces, added)
 
     kernel = attention_passes.kernel(each, *next(passes)[0], pieces)
     assert kernel is not None
@@ -116,9 +118,13 @@ def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def experts_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> float:
-    """Seconds of a FLOP of a pass of the experts over as many rows each, of which some quarters keep their gates."""
+    """Seconds of a FLOP of a pass of the experts over about as many rows each, some quarters of which keep their gates.
+
+    Rows are uneven, and rounded up as a layer's are.
+    """
     d_model, d_ff, rows, kept = shape
-    n_experts, n_rows, sizes_E = TIMED_EXPERTS, TIMED_EXPERTS * rows, [rows] * TIMED_EXPERTS
+    sizes_E = uneven_sizes(rows, dtype)
+    n_experts, n_rows = len(sizes_E), sum(sizes_E)
     tokens_R, weights_R1 = torch.randperm(n_rows), made(dtype, n_rows, 1)
     grad_TD, rows_RD, grad_weights_R = made(dtype, n_rows, d_model), made(dtype, n_rows, d_model), made(dtype, n_rows)
 
@@ -144,6 +150,14 @@ def experts_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> f
     kernel = expert_passes.kernel(each, hidden_TD, weights, gates_and_ups.gates)
     assert kernel is not None
     return typical_seconds(run) / kernel.flops
+
+
+def uneven_sizes(rows: int, dtype: torch.dtype) -> list[int]:
+    """Each timed expert's rows, of about ``rows``."""
+    drawn = [max(1, rows + each * min(rows, BLOCK) // BLOCK) for each in UNEVEN]
+    unit = row_multiple_of(torch.empty(0, dtype=dtype), rows)
+    padded: list[int] = rounded_up(torch.tensor(drawn), unit).tolist()
+    return padded if unit > 1 else drawn
 
 
 def made(dtype: torch.dtype, *shape: int) -> Tensor:

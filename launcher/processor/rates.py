@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from launcher.processor.kernels import kernel_seconds
 from launcher.processor.ops import Ask
-from launcher.processor.timing import DTYPES, MOVED, one_after_another, typical_seconds
+from launcher.processor.timing import DTYPES, MOVED, RECENT_BYTES, one_after_another, typical_seconds
 
 SHARE_SECONDS = 1.0  # how long each process computes to measure its share of a core; done twice
 WIDTH = 256  # elements of a row, where rows are gathered
@@ -150,32 +150,35 @@ def family_seconds(family: str, dtype: torch.dtype, n_bytes: int) -> float:
 
 
 def example_of(family: str, dtype: torch.dtype, n_bytes: int) -> tuple[Callable[[], object], float]:
-    """A typical operation of the family as a function, and the bytes that it moves, about ``n_bytes``."""
+    """A typical operation of the family as a function, and the bytes that it moves, about ``n_bytes``.
+
+    Its operands were made RECENT_BYTES ago, as in a step. With an operand that a core's own cache held, sums in fp32
+    took a third of the time that they take in steps of the quickstart (AMD EPYC, 2026-11-30, docs/plan.md).
+    """
     size = dtype.itemsize
     rows = max(1, n_bytes // (2 * size * WIDTH))
     source = torch.rand(rows, WIDTH).to(dtype)
-    target = torch.empty_like(source)
-    both = 2.0 * source.nbytes
+    other = torch.bfloat16 if family == "cast" and dtype == torch.float32 else torch.float32
+    target = torch.empty_like(source, dtype=other if family == "cast" else dtype)
+    sources, targets = (one_after_another(each.clone, RECENT_BYTES) for each in (source, target))
+    both = float(source.nbytes + target.nbytes)
     match family:
-        case "copy":
-            return lambda: target.copy_(source), both
-        case "cast":
-            other = torch.empty_like(source, dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
-            return lambda: other.copy_(source), float(source.nbytes + other.nbytes)
+        case "copy" | "cast":
+            return lambda: next(targets).copy_(next(sources)), both
         case "math":
-            return lambda: torch.ops.aten.silu.out(source, out=target), both
+            return lambda: torch.ops.aten.silu.out(next(sources), out=next(targets)), both
         case "sum":
-            return lambda: source.sum(-1), float(source.nbytes)
+            return lambda: next(sources).sum(-1), float(source.nbytes)
         case "rows":
             order = torch.randperm(rows)
-            return lambda: torch.index_select(source, 0, order, out=target), both
+            return lambda: torch.index_select(next(sources), 0, order, out=next(targets)), both
         case "sort":
             numbers = torch.randint(0, 8, (max(16, n_bytes // 24),))
             return lambda: numbers.argsort(stable=True), 2.0 * numbers.nbytes
         case "update":
             return update_example(n_bytes)
         case _:
-            return lambda: torch.add(source, source, out=target), 1.5 * both
+            return lambda: torch.add(next(sources), next(sources), out=next(targets)), 1.5 * both
 
 
 def update_example(n_bytes: int) -> tuple[Callable[[], object], float]:

@@ -51,8 +51,8 @@ def from_rows(rows: list[list[Any]]) -> dict[Ask, Amounts]:
     }
 
 
-class EvenChoices(KnownValues):
-    """A mode within FakeTensorMode in which each router spreads its tokens evenly, as do those of other ranks."""
+class DrawnChoices(KnownValues):
+    """A mode within FakeTensorMode in which each router draws its tokens' experts, and other ranks' draw the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -60,20 +60,22 @@ class EvenChoices(KnownValues):
         sent = [(each, self.known.get(each)) for each in tree_leaves(args[:2]) if swapped]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if name == "aten::topk":
-            self.learn(out[1], dealt(tuple(args[0].shape), args[1]))
+            self.learn(out[1], drawn(tuple(args[0].shape), args[1]))
         elif swapped and sent[1][1] is not None and sent[0][0].shape == sent[1][0].shape:
             for each, _ in sent:
                 self.learn(each, sent[1][1])
         return out
 
 
-def dealt(shape: tuple[int, ...], top_k: int) -> torch.Tensor:
-    """Indices (..., top_k) into the last dim of ``shape``, of which all occur equally often, to within one."""
+def drawn(shape: tuple[int, ...], top_k: int) -> torch.Tensor:
+    """Indices (..., top_k) into the last dim of ``shape``, drawn with equal chances, the same ones for each call.
+
+    So experts' rows are uneven, as a router's are that balances them on the whole: they fill no block of a kernel.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
-        numbers = torch.arange(top_k * (torch.Size(shape[:-1]).numel()))
-        return (numbers % shape[-1]).view(*shape[:-1], top_k)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
 
 
 def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amounts]:
@@ -86,7 +88,7 @@ def trace_step(config: RunConfig, world_size: int, rank: int) -> dict[Ask, Amoun
     fewer = min(n, config.parallel.pp)
     more = min(n, 2 * fewer)
     samples, regions, found = WholeSequences(config), Regions(), []
-    with fake_rank(config, world_size, rank, torch.device("cpu"), EvenChoices()) as mesh:
+    with fake_rank(config, world_size, rank, torch.device("cpu"), DrawnChoices()) as mesh:
         engine = build_engine(config, mesh, engine_class=WatchedEngine, fuse=fuse_of("off", "cpu"))
         assert isinstance(engine, WatchedEngine)
         engine.publish_weights()

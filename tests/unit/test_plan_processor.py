@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,12 +31,13 @@ from launcher.processor.rates import (
 )
 from launcher.processor.seconds import HOST, PRODUCTS, WIRES, step_seconds
 from launcher.processor.shared import shared_seconds
-from launcher.processor.timing import MOVED
-from launcher.processor.trace import as_rows, dealt, extended, from_rows
+from launcher.processor.timing import MOVED, RECENT_BYTES, typical_seconds
+from launcher.processor.trace import as_rows, drawn, extended, from_rows
 from launcher.trace.regions import Regions
 from launcher.training import heap
 from modeling.kernels import row_passes
 from modeling.kernels.by_rows import rms_norm_by_rows
+from modeling.kernels.experts import narrow_row_multiple
 from modeling.kernels.stand_ins import OBSERVERS
 from parallel.pipeline.config import ZBV, Interleaved, OneFOneB
 
@@ -226,9 +228,37 @@ def test_a_kernel_is_timed_with_as_many_bytes_as_its_level_has(monkeypatch):
     assert moved == [MOVED[level] for level in LEVELS] and moved == sorted(set(moved))
 
 
-def test_choices_are_dealt_evenly():
-    choices = dealt((16, 8), 2)
-    assert choices.shape == (16, 2) and torch.bincount(choices.flatten(), minlength=8).tolist() == [4] * 8
+@pytest.mark.parametrize("rows", [32, 128, 512, 1024])
+def test_timed_experts_leave_half_of_a_last_block_empty(rows):
+    sizes = kernels.uneven_sizes(rows, torch.float32)
+    assert sum(-(-size // kernels.BLOCK) for size in sizes) == len(sizes) * (rows / kernels.BLOCK + 0.5)
+    padded, unit = kernels.uneven_sizes(rows, torch.bfloat16), narrow_row_multiple(rows)
+    assert padded == [-(-size // unit) * unit for size in sizes]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_timed_experts_all_have_rows(rows):
+    assert min(kernels.uneven_sizes(rows, torch.float32)) >= 1
+
+
+def test_what_is_timed_writes_to_memory_that_was_freed_a_while_ago():
+    alive, most = weakref.WeakSet[torch.Tensor](), []
+
+    def work():
+        made = torch.ones(RECENT_BYTES // 8 // 4)  # an eighth of it
+        alive.add(made)
+        most.append(len(alive))
+        return made
+
+    assert typical_seconds(work) > 0 and max(most) == 9
+
+
+def test_choices_are_drawn_with_equal_chances():
+    choices = drawn((4096, 8), 2)
+    assert choices.shape == (4096, 2) and bool((choices[:, 0] != choices[:, 1]).all())
+    counts = torch.bincount(choices.flatten(), minlength=8)
+    assert len(counts.unique()) > 4 and counts.tolist() == pytest.approx([1024] * 8, rel=0.1)
+    assert torch.equal(choices, drawn((4096, 8), 2))  # two traced steps differ by their micro-batches alone
 
 
 def test_small_rules():
