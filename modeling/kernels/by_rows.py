@@ -167,7 +167,7 @@ class _Rotation(Function):
 def turn(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, n_rows: int, sign: int) -> Tensor:
     """Heads rotated by the angles, or with ``sign`` -1 rotated back."""
     if row_passes.fits(heads_BSHC) and is_plain((cos_BSR, sin_BSR)):
-        return row_passes.rotate(heads_BSHC, cos_BSR.to(heads_BSHC.dtype), sin_BSR.to(heads_BSHC.dtype), sign)
+        return row_passes.rotate(heads_BSHC, cos_BSR, sin_BSR, sign)
     return stand_in(
         lambda: row_passes.kernel("rotate", heads_BSHC),
         heads_BSHC,

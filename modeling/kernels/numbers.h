@@ -1,6 +1,10 @@
 // Numbers in fp32 or bf16, computed with in fp32.
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -30,6 +34,34 @@ inline Bf16 rounded<Bf16>(float number) {  // to the nearest, and of two to the 
   std::memcpy(&bits, &number, sizeof bits);
   const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
   return {uint16_t(number != number ? quiet : nearest)};
+}
+
+// Writes n numbers ``make(i)``, rounded.
+template <class Make>
+inline void write(float* to, int64_t n, Make make) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) to[i] = make(i);
+}
+template <class Make>
+inline void write(Bf16* to, int64_t n, Make make) {
+  int64_t begin = 0;
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+  // One instruction for 32 numbers. It takes those below 2^-126 for zero, so these are left to a loop.
+  constexpr int64_t CHUNK = 32;
+  constexpr int BELOW_NORMAL = 0x20;
+  for (; begin + CHUNK <= n; begin += CHUNK) {
+    alignas(64) float made[CHUNK];
+#pragma omp simd
+    for (int64_t i = 0; i < CHUNK; i++) made[i] = make(begin + i);
+    const __m512 low = _mm512_load_ps(made), high = _mm512_load_ps(made + CHUNK / 2);
+    if (_mm512_fpclass_ps_mask(low, BELOW_NORMAL) | _mm512_fpclass_ps_mask(high, BELOW_NORMAL))
+      for (int64_t i = 0; i < CHUNK; i++) to[begin + i] = rounded<Bf16>(made[i]);
+    else
+      _mm512_storeu_si512(to + begin, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+#endif
+#pragma omp simd
+  for (int64_t i = begin; i < n; i++) to[i] = rounded<Bf16>(make(i));
 }
 
 // exp(x) for x <= 0, to two units in the last place: 2^whole times the Taylor polynomial of the rest. What is less than

@@ -97,7 +97,7 @@ def norm_gradients(
 def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> Tensor:
     """Heads with their first 2R channels turned by the angles, or with ``sign`` -1 turned back, in their dtype.
 
-    The tables have the heads' dtype. Their batch may be 1.
+    The tables are rounded to the heads' dtype. Their batch may be 1.
     """
     batch, seq_len, n_heads, width = heads_BSHC.shape
     repeats, n_pairs = len(cos_BSR) == len(sin_BSR) == 1, cos_BSR.shape[-1]
@@ -105,7 +105,7 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> T
     shape = (1 if repeats else batch, seq_len, n_pairs)
     heads_BSHC, cos_BSR, sin_BSR = (
         heads_BSHC.contiguous(),
-        *(each.expand(shape).contiguous() for each in (cos_BSR, sin_BSR)),
+        *(each.float().expand(shape).contiguous() for each in (cos_BSR, sin_BSR)),
     )
     out_BSHC, n_tables = heads_BSHC.new_empty(heads_BSHC.shape), len(cos_BSR) * seq_len
     run = getattr(library(), f"rotate_{NAMES[heads_BSHC.dtype]}")
@@ -151,4 +151,4 @@ def cross_entropies(
 
 def at(tensor: Tensor | None, row: int) -> ctypes.c_void_p:
     """Where a contiguous tensor's row begins; a null pointer for None."""
-    return Pointer(None if tensor is None else tensor.data_ptr() + row * tensor[0].numel() * tensor.element_size())
+    return Pointer(None if tensor is None else tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size())

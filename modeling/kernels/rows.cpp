@@ -24,12 +24,12 @@ void norm(const Number* rows, const float* weight, Number* out, float* scales, i
     for (int64_t i = 0; i < width; i++) sum += wide(rows[i]) * wide(rows[i]);
     const float scale = scales[row] = 1 / std::sqrt(sum / width + eps);
     if (adds_one) {
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) out[i] = rounded<Number>(wide(rows[i]) * scale * (1 + weight[i]));
+      write(out, width, [=](int64_t i) { return wide(rows[i]) * scale * (1 + weight[i]); });
+    } else if constexpr (sizeof(Number) == sizeof(float)) {
+      write(out, width, [=](int64_t i) { return rows[i] * scale * weight[i]; });
     } else {  // rounded before the weight, as in transformers
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++)
-        out[i] = rounded<Number>(wide(rounded<Number>(wide(rows[i]) * scale)) * weight[i]);
+      write(out, width, [=](int64_t i) { return wide(rows[i]) * scale; });
+      write(out, width, [=](int64_t i) { return wide(out[i]) * weight[i]; });
     }
   }
 }
@@ -51,30 +51,33 @@ void norm_backward(const Number* grads, const Number* rows, const float* factor,
 #pragma omp simd reduction(+ : dot)
       for (int64_t i = 0; i < width; i++) dot += wide(grads[i]) * factor[i] * (wide(rows[i]) * scale);
       const float mean = dot / width;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++)
-        by_rows[i] = rounded<Number>((wide(grads[i]) * factor[i] - wide(rows[i]) * scale * mean) * scale);
+      write(by_rows, width,
+            [=](int64_t i) { return (wide(grads[i]) * factor[i] - wide(rows[i]) * scale * mean) * scale; });
       by_rows += width;
     }
   }
 }
 
 // Pairs of channels (i, R + i) turned by a token's angles, or with sign -1 turned back; later channels as they are.
-// Tables repeat after n_tables tokens.
+// Tables are rounded to Number's precision, and repeat after n_tables tokens.
 template <class Number>
-void rotate(const Number* heads, const Number* cosines, const Number* sines, Number* out, int64_t n, int64_t n_heads,
+void rotate(const Number* heads, const float* cosines, const float* sines, Number* out, int64_t n, int64_t n_heads,
             int64_t width, int64_t n_pairs, int64_t n_tables, float sign) {
+  std::vector<float> room(2 * n_pairs);
+  float *cosine = room.data(), *turn = room.data() + n_pairs;
   for (int64_t token = 0; token < n; token++) {
-    const Number* cosine = cosines + token % n_tables * n_pairs;
-    const Number* sine = sines + token % n_tables * n_pairs;
-    for (int64_t head = 0; head < n_heads; head++, heads += width, out += width) {
+    const int64_t at = token % n_tables * n_pairs;
 #pragma omp simd
-      for (int64_t i = 0; i < n_pairs; i++) {
-        const float first = wide(heads[i]), second = wide(heads[n_pairs + i]), turn = sign * wide(sine[i]);
-        out[i] = rounded<Number>(first * wide(cosine[i]) - second * turn);
-        out[n_pairs + i] = rounded<Number>(second * wide(cosine[i]) + first * turn);
-      }
-      std::memcpy(out + 2 * n_pairs, heads + 2 * n_pairs, (width - 2 * n_pairs) * sizeof(Number));
+    for (int64_t i = 0; i < n_pairs; i++) {
+      cosine[i] = wide(rounded<Number>(cosines[at + i]));
+      turn[i] = sign * wide(rounded<Number>(sines[at + i]));
+    }
+    for (int64_t head = 0; head < n_heads; head++, heads += width, out += width) {
+      const Number* second = heads + n_pairs;
+      write(out, n_pairs, [=](int64_t i) { return wide(heads[i]) * cosine[i] - wide(second[i]) * turn[i]; });
+      write(out + n_pairs, n_pairs, [=](int64_t i) { return wide(second[i]) * cosine[i] + wide(heads[i]) * turn[i]; });
+      if (2 * n_pairs < width)
+        std::memcpy(out + 2 * n_pairs, heads + 2 * n_pairs, (width - 2 * n_pairs) * sizeof(Number));
     }
   }
 }
@@ -106,8 +109,7 @@ void cross_entropy(Number* logits, const int64_t* targets, float* losses, float*
     if (!writes) continue;
     const float factor = counts ? (1 + 2 * z_loss * log) / float(total) : none;
     const float one = counts ? exponentials[targets[row]] * factor - 1 : 0;
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) logits[i] = rounded<Number>(exponentials[i] * factor);
+    write(logits, width, [=](int64_t i) { return exponentials[i] * factor; });
     if (counts) logits[targets[row]] = rounded<Number>(one);
   }
 }
@@ -123,7 +125,7 @@ void cross_entropy(Number* logits, const int64_t* targets, float* losses, float*
                             Number* by_rows, float* by_weight, int64_t n, int64_t width) {                           \
     norm_backward(grads, rows, factor, scales, by_rows, by_weight, n, width);                                        \
   }                                                                                                                  \
-  void rotate_##name(const Number* heads, const Number* cosines, const Number* sines, Number* out, int64_t n,        \
+  void rotate_##name(const Number* heads, const float* cosines, const float* sines, Number* out, int64_t n,          \
                      int64_t n_heads, int64_t width, int64_t n_pairs, int64_t n_tables, float sign) {                \
     rotate(heads, cosines, sines, out, n, n_heads, width, n_pairs, n_tables, sign);                                  \
   }                                                                                                                  \
