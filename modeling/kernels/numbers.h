@@ -10,6 +10,15 @@
 
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;  // numbers of fp32 in a vector
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
 struct Bf16 {
   uint16_t bits;
 };
@@ -62,6 +71,47 @@ inline void write(Bf16* to, int64_t n, Make make) {
 #endif
 #pragma omp simd
   for (int64_t i = begin; i < n; i++) to[i] = rounded<Bf16>(make(i));
+}
+
+inline Vector load(const float* from) { return *(const Vector*)from; }
+inline Vector load(const Bf16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+  typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+  return (Vector)(__builtin_convertvector(*(const Halves*)from, Words) << 16);
+}
+
+// The first n numbers, and zeros.
+template <class Number>
+inline Vector load(const Number* from, int64_t n) {
+  if (n >= LANES) return load(from);
+  Number some[LANES] = {};
+  std::memcpy(some, from, n * sizeof(Number));
+  return load(some);
+}
+
+template <int64_t N>
+inline float total(const float* numbers) {
+  if constexpr (N == 1) {
+    return numbers[0];
+  } else {
+    float halves[N / 2];
+    for (int64_t i = 0; i < N / 2; i++) halves[i] = numbers[i] + numbers[N / 2 + i];
+    return total<N / 2>(halves);
+  }
+}
+
+// The sum of n terms: ``terms(i, m)`` is a vector of those from i on, of which m are there, if fewer than it has.
+template <class Terms>
+inline float sum_of(int64_t n, Terms terms) {
+  Vector sums[4] = {};  // which do not wait for each other
+  int64_t i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+    for (int64_t each = 0; each < 4; each++) sums[each] += terms(i + each * LANES, LANES);
+  for (; i < n; i += LANES) sums[0] += terms(i, n - i);
+  const Vector sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float numbers[LANES];
+  std::memcpy(numbers, &sum, sizeof numbers);
+  return total<LANES>(numbers);
 }
 
 // exp(x) for x <= 0, to two units in the last place: 2^whole times the Taylor polynomial of the rest. What is less than

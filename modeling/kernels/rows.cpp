@@ -19,9 +19,10 @@ template <class Number>
 void norm(const Number* rows, const float* weight, Number* out, float* scales, int64_t n, int64_t width, float eps,
           bool adds_one) {
   for (int64_t row = 0; row < n; row++, rows += width, out += width) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += wide(rows[i]) * wide(rows[i]);
+    const float sum = sum_of(width, [=](int64_t i, int64_t n) {
+      const Vector numbers = load(rows + i, n);
+      return numbers * numbers;
+    });
     const float scale = scales[row] = 1 / std::sqrt(sum / width + eps);
     if (adds_one) {
       write(out, width, [=](int64_t i) { return wide(rows[i]) * scale * (1 + weight[i]); });
@@ -47,9 +48,9 @@ void norm_backward(const Number* grads, const Number* rows, const float* factor,
       for (int64_t i = 0; i < width; i++) sums[i] += wide(grads[i]) * (wide(rows[i]) * scale);
     }
     if (by_rows) {
-      float dot = 0;
-#pragma omp simd reduction(+ : dot)
-      for (int64_t i = 0; i < width; i++) dot += wide(grads[i]) * factor[i] * (wide(rows[i]) * scale);
+      const float dot = sum_of(width, [=](int64_t i, int64_t n) {
+        return load(grads + i, n) * load(factor + i, n) * (load(rows + i, n) * scale);
+      });
       const float mean = dot / width;
       write(by_rows, width,
             [=](int64_t i) { return (wide(grads[i]) * factor[i] - wide(rows[i]) * scale * mean) * scale; });

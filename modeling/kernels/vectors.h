@@ -3,17 +3,19 @@
 
 #include <cstdint>
 
+#include "numbers.h"
+
 namespace {
 
+// Rows whose sums are in registers at once.
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16, ROWS = 8;  // numbers in a vector; rows whose sums are in registers at once
+constexpr int64_t ROWS = 8;
 #elif defined(__AVX__)
-constexpr int64_t LANES = 8, ROWS = 6;
+constexpr int64_t ROWS = 6;
 #else
-constexpr int64_t LANES = 4, ROWS = 4;
+constexpr int64_t ROWS = 4;
 #endif
 constexpr int64_t COLUMNS = 2 * LANES;
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 // A factor: how many numbers apart its rows are, and its numbers along the inner dim.
 struct Left {
