@@ -5,6 +5,12 @@
 #include <immintrin.h>
 #endif
 
+#ifdef __has_builtin
+#if __has_builtin(__builtin_convertvector)
+#define CONVERTS_VECTORS  // which compilers before GCC 9 do not
+#endif
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -75,9 +81,16 @@ inline void write(Bf16* to, int64_t n, Make make) {
 
 inline Vector load(const float* from) { return *(const Vector*)from; }
 inline Vector load(const Bf16* from) {
+#ifdef CONVERTS_VECTORS
   typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
   typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
   return (Vector)(__builtin_convertvector(*(const Halves*)from, Words) << 16);
+#else
+  float numbers[LANES];
+#pragma omp simd
+  for (int64_t i = 0; i < LANES; i++) numbers[i] = wide(from[i]);
+  return load(numbers);
+#endif
 }
 
 // The first n numbers, and zeros.
