@@ -1,13 +1,16 @@
 """Passes in C++, for tests: on what multiplies bf16 in this processor, or with plain loops in its place, or broken."""
 
 import ctypes
+import functools
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from modeling.kernels import native, tiles
-from modeling.kernels.built import compiler_here, loaded
+from modeling.kernels.built import compiler_here, loaded, words_of
 
 PLAIN_LOOPS = "-DPLAIN_LOOPS"
 OPTIONS = {"tiles": tiles.TILES, "dots": tiles.VECTORS, "loops": (*tiles.VECTORS, PLAIN_LOOPS)}
@@ -15,6 +18,14 @@ KINDS = tuple(OPTIONS)  # of units: AMX, AVX-512, neither
 _HAS_VECTORS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()  # which all kinds use
 NEEDS_COMPILER = "this machine has no C++ compiler" if compiler_here() is None else None
 NEEDS_VECTORS = NEEDS_COMPILER if _HAS_VECTORS else "this processor has no vectors of bf16 (AVX-512)"
+
+
+@functools.cache
+def macros() -> frozenset[str]:
+    """The macros that the compiler defines for this processor, such as those of its instructions."""
+    command = [*words_of(compiler_here() or ""), *native.OPTIONS, "-x", "c++", "-dM", "-E", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return frozenset(line.split()[1] for line in said.splitlines())
 
 
 def on_units(source: Path, kind: str) -> ctypes.CDLL:
