@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from modeling.kernels import native, tiles
 from modeling.kernels.blocks import additive
 from modeling.kernels.direct import is_plain
+from modeling.kernels.named import named
 from modeling.kernels.stand_ins import KernelCall, Pass
 from modeling.kernels.threads import each_part
 from modeling.pieces import Piece
@@ -183,7 +183,7 @@ def call(
     def compute(part: tuple[int, int]) -> int:
         return run(ctypes.byref(given), *(ctypes.c_int64(number) for number in part))
 
-    with record_function(f"roundtable::{NAME}"):
+    with named(NAME):
         failed = any(each_part(compute, parts_of(batch * n_kv_heads, torch.get_num_threads())))
     if failed:
         raise MemoryError("there is no memory for the heads of one sequence")

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from modeling.kernels import native, tiles
 from modeling.kernels.direct import is_plain
+from modeling.kernels.named import named
 from modeling.kernels.stand_ins import KernelCall, Pass
 from modeling.kernels.threads import each_part
 
@@ -173,7 +173,7 @@ def call(run: Callable[..., int], tensors: dict[str, Tensor], gates: Gates) -> N
     def compute(experts: list[int]) -> int:
         return run(ctypes.byref(layer), numbers(experts), ctypes.c_int64(len(experts)))
 
-    with record_function(f"roundtable::{NAME}"):
+    with named(NAME):
         failed = any(each_part(compute, shares))
     if failed:
         raise MemoryError("there is no memory for the rows of one expert")

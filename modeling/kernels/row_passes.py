@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from modeling.kernels import native
 from modeling.kernels.direct import is_plain
+from modeling.kernels.named import named
 from modeling.kernels.stand_ins import KernelCall
 from modeling.kernels.threads import each_part, row_parts
 
@@ -65,7 +65,7 @@ def norm(rows_ND: Tensor, weight_D: Tensor, *, norm_eps: float, adds_one: bool) 
         given = (at(rows_ND, first), at(weight_D, 0), at(out_ND, first), at(scales_N1, first))
         run(*given, Number(n), Number(width), Real(norm_eps), int(adds_one))
 
-    with record_function("roundtable::norm"):
+    with named("norm"):
         each_part(compute, row_parts(n_rows, width, 1))
     return out_ND, scales_N1
 
@@ -89,7 +89,7 @@ def norm_gradients(
         given = (at(grads_ND, first), at(rows_ND, first), at(factor_D, 0), at(scales_N1, first))
         run(*given, at(by_rows_ND, first), at(sums_XD, first // BLOCK), Number(n), Number(width))
 
-    with record_function("roundtable::norm_gradients"):
+    with named("norm_gradients"):
         each_part(compute, row_parts(n_rows, width, BLOCK))
     return by_rows_ND, None if sums_XD is None else sums_XD.sum(0)
 
@@ -118,7 +118,7 @@ def rotate(heads_BSHC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, sign: int) -> T
         sizes = [Number(size) for size in (n, n_heads, width, n_pairs, n_tables)]
         run(at(heads_NHC, first), *tables, at(out_NHC, first), *sizes, Real(sign))
 
-    with record_function("roundtable::rotate"):
+    with named("rotate"):
         each_part(compute, row_parts(batch * seq_len, n_heads * width, seq_len if repeats else 1))
     return out_BSHC
 
@@ -144,7 +144,7 @@ def cross_entropies(
         given = [at(each, first) for each in (logits_TV, targets_T, losses_T, logs_T)]
         run(*given, Number(n), Number(width), Number(ignored), Real(z_loss), int(writes))
 
-    with record_function("roundtable::cross_entropies"):
+    with named("cross_entropies"):
         each_part(compute, row_parts(n_rows, width, 1))
     return losses_T, logs_T
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cpp_passes import NEEDS_COMPILER, broken_for_vectors, macros
 from launcher.training.compiling import fuse_of, usable_fuse
 from modeling.config import ModelConfig
-from modeling.kernels import by_rows, native, row_passes, threads
+from modeling.kernels import by_rows, named, native, row_passes, threads
 from modeling.kernels.by_rows import PIECE_BYTES, ByRows
 from modeling.kernels.fuse import Fuse, compiled, plainly
 from modeling.norm import rms_norm
@@ -108,6 +108,19 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def told(function: Any, calls: list[str], *given: Any, **named: Any) -> Any:
     calls.append(function.__name__)
     return function(*given, **named)
+
+
+@pytest.mark.usefixtures("in_cpp")
+def test_a_profile_names_cpp_and_without_one_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(4, 24), torch.ones(24)
+    with torch.profiler.profile() as profile:
+        row_passes.norm(hidden, weight, norm_eps=1e-6, adds_one=False)
+    assert "roundtable::norm" in {event.name for event in profile.events() or ()}
+    monkeypatch.setattr(named, "record_function", None)  # is not called
+    row_passes.norm(hidden, weight, norm_eps=1e-6, adds_one=False)
+    monkeypatch.delattr("torch.autograd.profiler._is_profiler_enabled")
+    with pytest.raises(TypeError):
+        row_passes.norm(hidden, weight, norm_eps=1e-6, adds_one=False)
 
 
 @pytest.mark.parametrize("n_rows", [255, 256, 700])
