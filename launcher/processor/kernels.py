@@ -66,7 +66,7 @@ def rotate(dtype: torch.dtype, n_rows: int, width: int) -> Timed:
     """A call that turns heads of so many channels."""
     n_heads = TURNED_HEADS if n_rows % TURNED_HEADS == 0 else 1
     n_tokens = n_rows // n_heads
-    cos_1SR, sin_1SR = made(dtype, 2, 1, n_tokens, width // 2).unbind()
+    cos_1SR, sin_1SR = made(torch.float32, 2, 1, n_tokens, width // 2).unbind()  # as a layer's tables are
     heads = one_after_another(lambda: made(dtype, 1, n_tokens, n_heads, width))
     return lambda: row_passes.rotate(next(heads), cos_1SR, sin_1SR, 1)
 
@@ -156,8 +156,10 @@ def uneven_sizes(rows: int, dtype: torch.dtype) -> list[int]:
     """Each timed expert's rows, of about ``rows``."""
     drawn = [max(1, rows + each * min(rows, BLOCK) // BLOCK) for each in UNEVEN]
     unit = row_multiple_of(torch.empty(0, dtype=dtype), rows)
+    if unit == 1:
+        return drawn
     padded: list[int] = rounded_up(torch.tensor(drawn), unit).tolist()
-    return padded if unit > 1 else drawn
+    return padded
 
 
 def made(dtype: torch.dtype, *shape: int) -> Tensor:

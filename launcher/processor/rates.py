@@ -160,7 +160,7 @@ def example_of(family: str, dtype: torch.dtype, n_bytes: int) -> tuple[Callable[
     source = torch.rand(rows, WIDTH).to(dtype)
     other = torch.bfloat16 if family == "cast" and dtype == torch.float32 else torch.float32
     target = torch.empty_like(source, dtype=other if family == "cast" else dtype)
-    sources, targets = (one_after_another(each.clone, RECENT_BYTES) for each in (source, target))
+    sources, targets = (one_after_another(each.clone, max(RECENT_BYTES, each.nbytes)) for each in (source, target))
     both = float(source.nbytes + target.nbytes)
     match family:
         case "copy" | "cast":

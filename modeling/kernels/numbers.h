@@ -7,7 +7,7 @@
 
 #ifdef __has_builtin
 #if __has_builtin(__builtin_convertvector)
-#define CONVERTS_VECTORS  // which compilers before GCC 9 do not
+#define CONVERTS_VECTORS  // a compiler that does not say so may have no such function
 #endif
 #endif
 
