@@ -29,6 +29,10 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
     "norm": (rms_norm, [(3, 7, 24), (24,)], {"norm_eps": 1e-6, "adds_one": False}),
     "norm of heads": (rms_norm, [(2, 5, 3, 8), (8,)], {"norm_eps": 1e-5, "adds_one": False}),
     "norm, adds one": (rms_norm, [(4, 24), (24,)], {"norm_eps": 1e-6, "adds_one": True}),
+    # wider than what numbers.h sums or rounds at once, and not by whole steps
+    "wide norm": (rms_norm, [(5, 203), (203,)], {"norm_eps": 1e-6, "adds_one": False}),
+    "wide norm, adds one": (rms_norm, [(5, 203), (203,)], {"norm_eps": 1e-6, "adds_one": True}),
+    "rotation of wide heads": (rotate, [(2, 5, 3, 150), (2, 5, 70), (2, 5, 70)], {}),
     "norm of no rows": (rms_norm, [(0, 24), (24,)], {"norm_eps": 1e-6, "adds_one": False}),
     "rotation": (rotate, [(2, 5, 3, 8), (2, 5, 4), (2, 5, 4)], {}),
     "rotation by one row of angles": (rotate, [(2, 5, 3, 8), (1, 5, 4), (1, 5, 4)], {}),
@@ -143,6 +147,8 @@ PLANTED = {
     "later channels are left out": ("(width - 2 * n_pairs) * sizeof", "0 * sizeof"),
     "all tokens have the first one's angles": ("token % n_tables", "0 * n_tables"),
     "bits are cut off": ("0x7fff + (bits >> 16 & 1)", "0"),
+    "a sum is left out": ("+ (sums[2] + sums[3])", "+ sums[2]"),
+    "tables are not rounded": ("cosine[i] = wide(rounded<Number>(cosines[at + i]))", "cosine[i] = cosines[at + i]"),
     "what is below 2^-126 becomes zero": ("constexpr int BELOW_NORMAL = 0x20", "constexpr int BELOW_NORMAL = 0"),
 }
 
@@ -169,10 +175,20 @@ def wrong_cases() -> list[tuple[str, torch.dtype]]:
 
 
 def differing_bits() -> int:
-    """How many values of norms in bf16 are not those of the plain function, whose roundings are the same."""
+    """How many values in bf16 have other bits than plain norms, or than rotations by rounded tables."""
     found, wanted = (both_ways(fuse, "norm", torch.bfloat16)[0] for fuse in (ByRows(), plainly))
     tiny, wanted_tiny = (norm_of_tiny_numbers(fuse) for fuse in (ByRows(), plainly))
-    return int((found != wanted).sum() + (tiny != wanted_tiny).sum())
+    turned, wanted_turned = turned_by_tables(torch.float32), turned_by_tables(torch.bfloat16)
+    return int((found != wanted).sum() + (tiny != wanted_tiny).sum() + (turned != wanted_turned).sum())
+
+
+def turned_by_tables(dtype: torch.dtype) -> torch.Tensor:
+    """Heads in bf16, turned by tables that were rounded to ``dtype`` before."""
+    generator = torch.Generator().manual_seed(2)
+    heads = torch.randn(2, 5, 3, 80, generator=generator).bfloat16()
+    tables = (torch.randn(2, 5, 40, generator=generator).to(dtype) for _ in range(2))
+    turned: torch.Tensor = ByRows()(rotate, heads, *tables)
+    return turned
 
 
 def norm_of_tiny_numbers(fuse: Fuse) -> torch.Tensor:
