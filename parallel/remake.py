@@ -7,7 +7,7 @@ unchanged: gradients are the same bit for bit, also where a backward pass comes 
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from modeling.kernels.fuse import Fuse
+from modeling.kernels.fuse import Fuse, is_linear
 
 
 class _Enough(Exception):
@@ -39,12 +39,17 @@ class View(NamedTuple):
 
 def view_within(tensor: Tensor, base: Tensor) -> View | None:
     """``tensor`` as a view of ``base``; None where it does not lie wholly within ``base``'s memory."""
-    if storage_of(tensor) != storage_of(base):
-        return None
+    return view_of_shared(tensor, base) if storage_of(tensor) == storage_of(base) else None
+
+
+def view_of_shared(tensor: Tensor, base: Tensor) -> View | None:
+    """The same for tensors that share a storage. Called for most tensors that a layer saves: mostly for equal views."""
+    shape, stride = tensor.shape, tensor.stride()
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
-    if offset < 0 or offset + extent(tensor) > extent(base):
+    is_same = offset == 0 and shape == base.shape and stride == base.stride()
+    if not is_same and (offset < 0 or offset + extent(tensor) > extent(base)):
         return None
-    return View(tuple(tensor.shape), tensor.stride(), offset)
+    return View(tuple(shape), stride, offset)
 
 
 def extent(tensor: Tensor) -> int:
@@ -108,9 +113,12 @@ class Parked(NamedTuple):
 Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backward pass, where ``restored`` takes it
 
 
-def restored(packed: Any) -> Tensor:
-    """The tensor for which a saved-tensor hook gave ``packed`` to autograd."""
-    return packed.restore() if isinstance(packed, Place | HeldWeight | Parked) else packed
+PACKED = (Place, HeldWeight, Parked)
+
+
+def restored(packed: Any) -> Any:
+    """The tensor for which a saved-tensor hook gave ``packed`` to autograd; what is not packed as it is."""
+    return packed.restore() if isinstance(packed, PACKED) else packed
 
 
 class Call:
@@ -130,11 +138,12 @@ class Call:
     def first_run(self, arguments: Sequence[Any]) -> Any:
         """The function's value; autograd gets places, or views of the kept arguments, instead of saved tensors."""
         pairs = zip(arguments, self.kept, strict=True)
-        given = [(mine, kept) for mine, kept in pairs if isinstance(kept, Tensor | Parked)]
+        given = [(storage_of(mine), mine, kept) for mine, kept in pairs if isinstance(kept, (Tensor, Parked))]
 
         def drop(tensor: Tensor) -> Place | Parked | Tensor:
-            for mine, kept in given:
-                view = view_within(tensor, mine)
+            storage = storage_of(tensor)
+            for its_storage, mine, kept in given:
+                view = view_of_shared(tensor, mine) if its_storage == storage else None
                 if view is not None:
                     self.saved.append(None)
                     return kept.part(view) if isinstance(kept, Parked) else view.of(kept)
@@ -155,9 +164,14 @@ class Call:
 
     def make(self) -> None:
         """Runs the function again, up to the last tensor that is needed, and fills the places that are still held."""
+        given = [restored(each) for each in self.kept]
+        if not any(reference is not None and reference() is not None for reference in self.saved):
+            with torch.no_grad():
+                self.hand_out(self.function(*given))
+            return
         arguments = [
-            restored(each).detach().requires_grad_(wants) if isinstance(each, Tensor | Place | Parked) else each
-            for each, wants in zip(self.kept, self.wants_gradient, strict=True)
+            each.detach().requires_grad_(wants) if isinstance(each, Tensor) else each
+            for each, wants in zip(given, self.wants_gradient, strict=True)
         ]
         n_saved = 0
 
@@ -177,6 +191,10 @@ class Call:
         except _Enough:
             return
         assert n_saved == len(self.saved), f"the second run saved {n_saved} tensors, the first {len(self.saved)}"
+        self.hand_out(made)
+
+    def hand_out(self, made: Any) -> None:
+        """Fills the places of outputs that are still held, from the second run's value."""
         values = made if isinstance(made, tuple) else (made,)
         for number, view, reference in self.outputs:
             place = reference()
@@ -224,13 +242,16 @@ class Remaker:
 
         def keep(tensor: Tensor) -> Place | HeldWeight | Parked | Tensor:
             # Detached: a graph that held its own tensors would hold itself, and stay where a pass retains it.
-            found = self.place_of(tensor) or held_weight(weights, tensor)
+            found = self.place_of(tensor)
+            if found is None:
+                found = held_weight(weights if by_storage is None else by_storage.get(storage_of(tensor), ()), tensor)
             return self.keep(tensor) if found is None else found
 
         if not torch.is_grad_enabled():
             yield
             return
         weights = tuple(module.parameters())
+        by_storage = by_storage_of(weights) if self.weights_stay else None  # otherwise they are gathered later
         with saved_tensors_hooks(keep, restored):
             self.is_open = True
             try:
@@ -240,11 +261,17 @@ class Remaker:
                 self.made.clear()
 
     def around(self, fuse: Fuse) -> Fuse:
-        """``fuse``, whose chains and their outputs are made again where it is called inside ``within``."""
+        """``fuse``, whose chains and their outputs are made again where it is called inside ``within``.
+
+        Not a chain that is linear in its first tensor, such as a rotation, unless that one is made again, too: nothing
+        else keeps it, so instead of it the output is kept, which is as large.
+        """
 
         def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
             compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
             if not (self.is_open and torch.is_grad_enabled()):
+                return compute(*tensors)
+            if is_linear(function) and self.place_of(tensors[0]) is None:
                 return compute(*tensors)
             call = Call(compute, tensors, [self.kept(each) for each in tensors])
             made = call.first_run(tensors)
@@ -280,18 +307,26 @@ class Remaker:
         made = None if reference is None else reference()
         if made is None or call is None:
             return None  # the output has been freed, and another tensor may lie in its memory
-        view = view_within(tensor, made)
+        view = view_of_shared(tensor, made)
         return None if view is None else call.output(number, view)
 
 
-def held_weight(weights: Sequence[nn.Parameter], tensor: Tensor) -> HeldWeight | None:
+def held_weight(weights: Iterable[nn.Parameter], tensor: Tensor) -> HeldWeight | None:
     """The tensor as a view of one of the weights, or None. Called for each tensor that a layer saves."""
     storage = storage_of(tensor)
     for weight in weights:
-        view = view_within(tensor, weight) if storage_of(weight) == storage else None
+        view = view_of_shared(tensor, weight) if storage_of(weight) == storage else None
         if view is not None:
             return HeldWeight(weight, view, weight._version)
     return None
+
+
+def by_storage_of(weights: Iterable[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+    """The weights in each storage, by its number."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for weight in weights:
+        found.setdefault(storage_of(weight), []).append(weight)
+    return found
 
 
 def storage_of(tensor: Tensor) -> int:
