@@ -15,7 +15,7 @@ from modeling.config import ActivationName
 from modeling.context import Context
 from modeling.dims import Weight
 from modeling.feed_forward import FeedForward
-from modeling.kernels.experts import ExpertBiases, Ways, count_pairs, experts_grouped
+from modeling.kernels.experts import ExpertBiases, Ways, count_pairs, experts_grouped, go_by_turn
 from modeling.kernels.fuse import Fuse, plainly
 from modeling.kernels.products import AS_THEY_ARE, Products
 from modeling.linear import Linear
@@ -109,6 +109,11 @@ class Experts(nn.Module):
         self.fuse: Fuse = plainly
         self.products: Products = AS_THEY_ARE
         self.kept_share = 1.0
+
+    def go_by_turn(self, hidden: Tensor) -> bool:
+        """Whether they are computed one after another over rows like ``hidden``, which ``kept_share`` is for."""
+        is_plain = not self.expert_bias and self.swiglu_limit is None
+        return go_by_turn(hidden, self.gate, self.products, is_plain=is_plain)
 
     def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts, *, is_last: bool = True) -> Tensor:
         """Each token's weighted sum of its experts' outputs (T, D), from what a ``Sender`` returned.

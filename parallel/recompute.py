@@ -2,8 +2,8 @@
 
 ``full`` keeps only each layer's input. ``feed_forward`` drops the feed-forward half of each layer (norm, router,
 experts) and the output of attention's norm, and keeps the rest of attention. ``selective`` drops the outputs of norms,
-rotations, gates and the router, and keeps their inputs; of matrix products it computes again the router's, those of
-queries, keys and values, and, where experts are computed one after another (on CPUs), half of their gates and ups.
+rotations, gates and the router, and keeps their inputs; of matrix products it computes again the router's, and those
+of queries, keys and values, or, where experts are computed one after another (on CPUs), most of their gates and ups.
 
 torch.utils.checkpoint is not used: its reentrant kind, and its policies over single operators, fail under zero-bubble
 schedules, and the other kind runs the forward pass again for each part of a backward pass. A layer that is computed
@@ -12,7 +12,7 @@ again keeps its router's choices, so that the second run sends tokens to the sam
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from modeling.attention import GroupedQueryAttention
 from modeling.context import Context
 from modeling.decoder import Decoder, DecoderLayer
 from modeling.feed_forward import FeedForward
+from modeling.kernels.fuse import Fuse
 from modeling.kv_cache import LayerCache
 from modeling.linear_attention import GatedNorm
 from modeling.mixer import Mixer
@@ -30,7 +31,8 @@ from parallel.offload import Offloader
 from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
-KEPT_SHARE = 0.5  # of experts' gates and ups, kept under ``selective`` on a CPU; docs/measurements.md has its cost
+# Of experts' gates and ups, kept under ``selective`` on a CPU; docs/measurements.md has the cost.
+KEPT_SHARE = 0.12
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
@@ -168,7 +170,9 @@ class ProductsKeptLayer(RemakingLayer):
     """Keeps the inputs of its chains of elementwise work, and the outputs of its matrix products.
 
     The products of queries, keys, values and gates of attention are computed again, as the cheapest for the bytes that
-    they save; not under ZeRO 3, where their weights are not in memory when attention's backward pass needs them.
+    they save; not under ZeRO 3, where their weights are not in memory when attention's backward pass needs them, and
+    not in a layer whose experts are computed one after another. These multiply most rows by their gates and ups again,
+    in caches that hold the rows anyway.
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
@@ -181,7 +185,18 @@ class ProductsKeptLayer(RemakingLayer):
             attention = layer.attention
             for projection in (attention.q, attention.k, attention.v, attention.output_gate):
                 if projection is not None:
-                    projection.fuse = self.remaker.around(projection.fuse)
+                    projection.fuse = self.unless_by_turn(projection.fuse)
+
+    def unless_by_turn(self, fuse: Fuse) -> Fuse:
+        """``fuse``, whose chains are made again unless the layer's experts are computed one after another."""
+        again = self.remaker.around(fuse)
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+
+        def run(function: Callable[..., Any], *tensors: Tensor, **ways: Any) -> Any:
+            by_turn = any(each.go_by_turn(tensors[0]) for each in experts)
+            return (fuse if by_turn else again)(function, *tensors, **ways)
+
+        return run
 
 
 def keep_gates_and_ups(layer: DecoderLayer, share: float) -> None:

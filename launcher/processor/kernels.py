@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from launcher.processor.ops import QUARTERS
+from launcher.processor.ops import EIGHTHS
 from launcher.processor.timing import MOVED, one_after_another, typical_seconds
 from modeling.context import Context
 from modeling.kernels import attention_passes, expert_passes, row_passes
@@ -118,7 +118,7 @@ def attention_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def experts_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> float:
-    """Seconds of a FLOP of a pass of the experts over about as many rows each, some quarters of which keep their gates.
+    """Seconds of a FLOP of a pass of the experts over about as many rows each, some eighths of which keep their gates.
 
     Rows are uneven, and rounded up as a layer's are.
     """
@@ -133,7 +133,7 @@ def experts_seconds(each: Pass, dtype: torch.dtype, shape: tuple[int, ...]) -> f
         return Matrices(gate_EFD, up_EFD, made(dtype, n_experts, d_model, d_ff))
 
     def layer() -> tuple[Tensor, Matrices, GatesAndUps]:
-        gate_up_RI = made(dtype, n_rows * kept // QUARTERS, 2 * d_ff)
+        gate_up_RI = made(dtype, n_rows * kept // EIGHTHS, 2 * d_ff)
         return made(dtype, n_rows, d_model), matrices(), GatesAndUps(gate_up_RI, sizes_E)
 
     layers, gradients = one_after_another(layer), Gradients(matrices(), rows_RD, grad_weights_R)

@@ -20,7 +20,7 @@ CACHED_BYTES = (512 << 10, 8 << 20)  # the most that an operation moves within a
 LEVELS = ("near", "shared", "memory")
 LONGEST = 1 << 11  # tokens of a sequence that attention in C++ is timed with: for longer ones a FLOP takes as long
 MOST_ROWS = 1 << 10  # of an expert that is timed, likewise
-QUARTERS = 4  # in which the share of experts' rows whose gates are kept is counted
+EIGHTHS = 8  # in which the share of experts' rows whose gates are kept is counted
 
 # Operations by the kind of work they do for each byte; all others count as "add".
 FAMILIES = {
@@ -191,7 +191,7 @@ def timed_shape(kernel: KernelCall) -> tuple[int, ...]:
     if kernel.name.startswith("experts"):  # so do experts
         n_experts, d_model, d_ff, n_rows, n_kept = kernel.shape
         rows = min(MOST_ROWS, rough(-(-n_rows // n_experts)))
-        return d_model, d_ff, rows, round(QUARTERS * n_kept / max(1, n_rows))
+        return d_model, d_ff, rows, round(EIGHTHS * n_kept / max(1, n_rows))
     return tuple(map(rough, kernel.shape))
 
 

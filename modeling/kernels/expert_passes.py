@@ -29,14 +29,15 @@ TILES = Path(__file__).with_name("expert_tiles.cpp")
 VECTORS = TILES.with_name("expert_vectors.cpp")
 NAME = "expert_passes"  # of these products in a profile
 DTYPES = (torch.bfloat16, torch.float32)
-UNIT = 32  # what d_model and d_ff must be multiples of
+UNIT = 32  # what d_model and d_ff must be multiples of, and the rows of an expert that are kept in part
 WIDEST_EXPERT = (
     2**20
 )  # bytes of an expert's matrices: wider ones do not stay in a core's cache, and libraries are as fast
 
 NUMBERS = ("d_model", "d_ff")
 POINTERS = (
-    *("hidden_TD", "gate_EFD", "up_EFD", "down_EDF", "tokens_R", "starts_E", "sizes_E", "kept_E"),
+    *("hidden_TD", "gate_EFD", "up_EFD", "down_EDF", "tokens_R", "starts_E", "sizes_E"),
+    *("n_kept_E", "kept_E"),
     *("gate_up_RI", "out_RD", "grad_TD", "weights_R"),
     *("grad_gate_EFD", "grad_up_EFD", "grad_down_EDF", "grad_RD", "grad_weights_R"),
 )
@@ -77,7 +78,7 @@ class Matrices(NamedTuple):
 class Gates(NamedTuple):
     """The gate and up projections that are kept between the passes, side by side, one expert after another.
 
-    sizes_E: the rows of each expert. kept_E: those that are kept, which are all of an expert's, or none.
+    sizes_E: the rows of each expert. kept_E: how many of its first ones are kept: all, none, or a multiple of UNIT.
     """
 
     gate_up_RI: Tensor
@@ -185,10 +186,9 @@ def numbers(given: list[int]) -> "ctypes.Array[ctypes.c_int64]":
 
 
 def places_of(sizes_E: list[int], kept_E: list[int]) -> dict[str, list[int]]:
-    """Where each expert's rows begin, how many they are, and where its gates and ups begin; -1 if they are not kept."""
-    starts_E, kept_starts_E = ([0, *accumulate(numbers)] for numbers in (sizes_E, kept_E))
-    kept_at_E = [start if kept else -1 for start, kept in zip(kept_starts_E, kept_E, strict=False)]
-    return {"starts_E": starts_E, "sizes_E": sizes_E, "kept_E": kept_at_E}
+    """Where each expert's rows begin, how many they are, how many are kept, and where their gates and ups begin."""
+    starts_E, kept_starts_E = ([0, *accumulate(numbers)][:-1] for numbers in (sizes_E, kept_E))
+    return {"starts_E": starts_E, "sizes_E": sizes_E, "n_kept_E": kept_E, "kept_E": kept_starts_E}
 
 
 def shares_of(sizes_E: list[int], n_threads: int) -> list[list[int]]:

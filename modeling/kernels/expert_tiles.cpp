@@ -83,9 +83,9 @@ inline void store_transposed(const float* sums, Bf16* matrix, int64_t width) {
 }
 
 void forward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t most_rows) {
-  const int64_t D = layer.d_model, F = layer.d_ff, I = 2 * F;
+  const int64_t D = layer.d_model, F = layer.d_ff;
   alignas(64) float sums[BLOCK_SUMS];
-  Bf16* gate_up = room.take<Bf16>(I * D);
+  Bf16* gate_up = room.take<Bf16>(2 * F * D);
   Bf16* down = room.take<Bf16>(F * D);
   Bf16* hidden = room.take<Bf16>(most_rows * D);
   Bf16* inner = room.take<Bf16>(most_rows * F);
@@ -95,16 +95,18 @@ void forward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t mos
     pack_transposed(down + d * F, down_DF, F, TILE_ROWS, F);
     pack_transposed(down + d * F + TILE, down_DF + TILE_ROWS * F, F, TILE_ROWS, F);
   }
-  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert], kept = layer.kept_E[expert];
+  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert];
   for (int64_t done = 0; done < size; done += most_rows) {
     const int64_t n = std::min(most_rows, size - done), n_blocks = (n + BLOCK - 1) / BLOCK;
+    const Places<Bf16> places(layer, expert, done, n, nullptr);
     gather(hidden, layer.hidden_TD, layer.tokens_R + start + done, n, n_blocks, D);
     for (int64_t block = 0; block < n_blocks; block++) {
       const int64_t rows = n - block * BLOCK;
       Bf16* inner_of = inner + block * BLOCK * F;
       for (int64_t f = 0; f < F; f += TILE_ROWS) {
         product(sums, hidden + block * BLOCK * D, gate_up + f / TILE_ROWS * D / BLOCK * STEP, D / BLOCK);
-        if (kept >= 0) store_gate_up(sums, layer.gate_up_RI + (kept + done + block * BLOCK) * I + f, rows, F);
+        const int64_t n_kept = places.n_kept - block * BLOCK;
+        if (n_kept > 0) store_gate_up(sums, places.of(block * BLOCK) + f, n_kept, F);
         for (int64_t row = 0; row < BLOCK; row++) {
           const float* at = sums + row / TILE_ROWS * 2 * SUMS + row % TILE_ROWS * TILE_ROWS;
           const __m512 gate = widen(narrow(_mm512_load_ps(at))), up = widen(narrow(_mm512_load_ps(at + SUMS)));
@@ -217,9 +219,9 @@ void backward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t mo
   Bf16* factors = room.take<Bf16>(3 * most_rows * F);  // left panels (F, N) of inner values, gradients by gates, by ups
   Bf16* grad_gate_up = room.take<Bf16>(most_rows * I);
   float* weights = room.take<float>(most_rows);
-  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert], kept = layer.kept_E[expert];
+  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert];
   Bf16 *again = nullptr, *hidden = nullptr, *gate_up = nullptr;
-  if (kept < 0) {
+  if (layer.n_kept_E[expert] < size) {
     again = room.take<Bf16>(most_rows * I);
     hidden = room.take<Bf16>(most_rows * D);
     gate_up = room.take<Bf16>(I * D);
@@ -236,18 +238,14 @@ void backward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t mo
     const int64_t n = std::min(most_rows, size - done), n_blocks = (n + BLOCK - 1) / BLOCK;
     const int64_t* tokens = layer.tokens_R + start + done;
     gather_pairs(grad_pairs, grads, layer.grad_TD, tokens, n, n_blocks, D, most_steps);
-    gather_pairs(hidden_pairs, nullptr, layer.hidden_TD, tokens, n, n_blocks, D, most_steps);
+    gather_pairs(hidden_pairs, hidden, layer.hidden_TD, tokens, n, n_blocks, D, most_steps);
     for (int64_t row = 0; row < n; row++) {
       const uint32_t bits = uint32_t(layer.weights_R[start + done + row]) << 16;
       std::memcpy(weights + row, &bits, 4);
     }
-    const Bf16* gate_up_NI = again;
-    if (kept >= 0) {
-      gate_up_NI = layer.gate_up_RI + (kept + done) * I;
-    } else {
-      gather(hidden, layer.hidden_TD, tokens, n, n_blocks, D);
-      gates_and_ups(hidden, gate_up, again, n, D, F);
-    }
+    const Places<Bf16> places(layer, expert, done, n, again);
+    const int64_t n_kept = places.n_kept;
+    if (n_kept < n) gates_and_ups(hidden + n_kept * D, gate_up, places.of(n_kept), n - n_kept, D, F);
     for (int64_t block = 0; block < n_blocks; block++) {
       const int64_t rows = n - block * BLOCK;
       Bf16* left = grad_gate_up + block * BLOCK * I;
@@ -256,7 +254,7 @@ void backward_of(const Layer<Bf16>& layer, int64_t expert, Room room, int64_t mo
         product(sums, grads + block * BLOCK * D, by_down + f * D, D / BLOCK);
         Bf16* factor = factors + f * most_rows + block * STEP;
         const Made made{factor, factor + F * most_rows, factor + 2 * F * most_rows, left + f / BLOCK * STEP};
-        gates_backward(sums, gate_up_NI + block * BLOCK * I + f, weights + block * BLOCK, rows, F, made, dots);
+        gates_backward(sums, places.of(block * BLOCK) + f, weights + block * BLOCK, rows, F, made, dots);
       }
       Bf16* grad_weights = layer.grad_weights_R + start + done + block * BLOCK;
       for (int64_t row = 0; row < std::min(rows, BLOCK); row++)

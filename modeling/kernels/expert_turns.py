@@ -50,11 +50,10 @@ def experts_by_turn(
 ) -> Tensor:
     """Each token's sum of weighted SwiGLUs (T, D). Weights have the hidden states' dtype.
 
-    For the backward pass it keeps the layer's inputs, and the gate and up projections of as many experts as have
-    together at most ``kept_share`` of the rows. Backward gathers each expert's tokens again, and computes the other
-    experts' projections again. All else is written into ``SCRATCH``. With a share of 0 autograd has all that it keeps
-    before anything is computed, so a layer that is recomputed for its saved tensors, and has none after this, computes
-    no expert.
+    For the backward pass it keeps the layer's inputs, and the gate and up projections of at most ``kept_share`` of the
+    rows. Backward gathers each expert's tokens again, and computes the other rows' projections again. All else is
+    written into ``SCRATCH``. With a share of 0 autograd has all that it keeps before anything is computed, so a layer
+    that is recomputed for its saved tensors, and has none after this, computes no expert.
     """
     given = (hidden_TD, weights_TK, gate_EFD, up_EFD, down_EDF)
     if kept_share:
@@ -106,6 +105,7 @@ def products_by_turn(
         torch.index_select(hidden_TD, 0, tokens_N, out=hidden_ND)
         torch.cat((gate_FD, up_FD), out=gate_up_ID)  # one product by both is faster than two
         torch.mm(hidden_ND, gate_up_DI, out=gate_up_NI)
+        gates_and_ups.keep_part(expert, gate_up_NI)
         aten.silu.out(gate_NF, out=inner_NF).mul_(up_NF)
         torch.mm(inner_NF, down_FD, out=out_ND)
 
@@ -263,16 +263,21 @@ def is_built_by_rows(dtype: torch.dtype) -> bool:
 class GatesAndUps:
     """The gate and up projections of all experts: in ``gate_up_RI`` as far as they fit, otherwise in scratch.
 
-    Experts are placed there from the one with most rows down; one that has more rows than are left is skipped.
+    Experts are placed there from the one with most rows down; one that has more rows than are left is skipped. What is
+    left then takes as many rows of the largest one that was skipped. Only C++ reads those again.
     """
 
     def __init__(self, gate_up_RI: Tensor, sizes_E: list[int]) -> None:
         self.sizes_E, self.kept_E = sizes_E, [0] * len(sizes_E)
-        left = len(gate_up_RI)
+        left, skipped = len(gate_up_RI), list[int]()
         for expert in sorted(range(len(sizes_E)), key=lambda expert: -sizes_E[expert]):
             if sizes_E[expert] <= left:
                 self.kept_E[expert] = sizes_E[expert]
                 left -= sizes_E[expert]
+            else:
+                skipped.append(expert)
+        if skipped:
+            self.kept_E[skipped[0]] = left // expert_passes.UNIT * expert_passes.UNIT
         self.gates = Gates(gate_up_RI, sizes_E, self.kept_E)
         self.kept = list(self.for_each(gate_up_RI))
         self.spare = None
@@ -285,15 +290,20 @@ class GatesAndUps:
         return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)
 
     def has(self, expert: int) -> bool:
-        """Whether the projections of an expert (which has rows) are kept."""
-        return self.kept_E[expert] > 0
+        """Whether all projections of an expert are kept."""
+        return self.kept_E[expert] == self.sizes_E[expert]
+
+    def keep_part(self, expert: int, gate_up_NI: Tensor) -> None:
+        """Keeps an expert's first projections, if they are kept without its others."""
+        if not self.has(expert):
+            self.kept[expert][0].copy_(gate_up_NI[: self.kept_E[expert]])
 
     def of(self, expert: int) -> tuple[Tensor, ...]:
         """An expert's projections: both side by side (N, I), gates (N, F) and ups (N, F).
 
         Those that are not kept are valid until the next expert's are asked for.
         """
-        if self.kept_E[expert] or self.spare is None:
+        if self.spare is None or self.kept_E[expert] == self.sizes_E[expert]:
             return self.kept[expert]
         (gate_up_NI,) = self.spare(self.sizes_E[expert])
         return gate_up_NI, *gate_up_NI.chunk(2, 1)

@@ -57,14 +57,16 @@ void forward_of(const Layer<float>& layer, int64_t expert, Room room, int64_t mo
   pack_transposed(gate, layer.gate_EFD + expert * F * D, F, D);
   pack_transposed(up, layer.up_EFD + expert * F * D, F, D);
   pack_transposed(down, layer.down_EDF + expert * F * D, D, F);
-  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert], kept = layer.kept_E[expert];
+  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert];
   for (int64_t done = 0; done < size; done += most) {
     const int64_t n = std::min(most, size - done);
     gather(hidden, layer.hidden_TD, layer.tokens_R + start + done, n, D);
-    float* gate_up = kept < 0 ? spare : layer.gate_up_RI + (kept + done) * I;
-    gates_and_ups(gate_up, hidden, gate, up, n, D, F);
+    const Places<float> places(layer, expert, done, n, spare);
+    const int64_t n_kept = places.n_kept;
+    if (n_kept > 0) gates_and_ups(places.kept, hidden, gate, up, n_kept, D, F);
+    if (n_kept < n) gates_and_ups(places.of(n_kept), hidden + n_kept * D, gate, up, n - n_kept, D, F);
     for (int64_t row = 0; row < n; row++) {
-      const float *gates = gate_up + row * I, *ups = gates + F;
+      const float *gates = places.of(row), *ups = gates + F;
       float* to = inner + row * F;
 #pragma omp simd
       for (int64_t f = 0; f < F; f++) to[f] = gates[f] * sigmoid(gates[f]) * ups[f];
@@ -74,13 +76,32 @@ void forward_of(const Layer<float>& layer, int64_t expert, Room room, int64_t mo
   }
 }
 
+// Of one row, from its gates and ups and the gradients by inner values: weighted inner values, and gradients by gates and
+// ups. Returns the gradient by its weight. Never inlined: inlined twice, for rows that are kept and for others, it would
+// add up in two orders.
+[[gnu::noinline]] float gates_backward(const float* gates, const float* given, float weight, float* inner,
+                                       float* by_gate, int64_t F) {
+  const float* ups = gates + F;
+  float *by_up = by_gate + F, dot = 0;
+#pragma omp simd reduction(+ : dot)
+  for (int64_t f = 0; f < F; f++) {
+    const float share = sigmoid(gates[f]), active = gates[f] * share, value = active * ups[f];
+    const float weighted = given[f] * weight;
+    dot += given[f] * value;
+    inner[f] = value * weight;
+    by_up[f] = weighted * active;
+    by_gate[f] = weighted * ups[f] * ((gates[f] - active) * share + share);  // the slope of gate * sigmoid(gate)
+  }
+  return dot;
+}
+
 size_t backward_bytes(int64_t D, int64_t F, int64_t most) {
   return 4 * (5 * F * D + most * (2 * D + 6 * F)) + 2048;
 }
 
 void backward_of(const Layer<float>& layer, int64_t expert, Room room, int64_t most) {
   const int64_t D = layer.d_model, F = layer.d_ff, I = 2 * F;
-  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert], kept = layer.kept_E[expert];
+  const int64_t start = layer.starts_E[expert], size = layer.sizes_E[expert];
   float* gate = room.take<float>(F * D);  // panels (F, D)
   float* up = room.take<float>(F * D);
   float* down = room.take<float>(F * D);  // panels (D, F)
@@ -95,7 +116,7 @@ void backward_of(const Layer<float>& layer, int64_t expert, Room room, int64_t m
   pack(gate, layer.gate_EFD + expert * F * D, F, D);
   pack(up, layer.up_EFD + expert * F * D, F, D);
   pack(down, layer.down_EDF + expert * F * D, D, F);
-  if (kept < 0) {
+  if (layer.n_kept_E[expert] < size) {
     pack_transposed(gate_columns, layer.gate_EFD + expert * F * D, F, D);
     pack_transposed(up_columns, layer.up_EFD + expert * F * D, F, D);
   }
@@ -107,25 +128,16 @@ void backward_of(const Layer<float>& layer, int64_t expert, Room room, int64_t m
     const int64_t n = std::min(most, size - done), first = start + done;
     gather(hidden, layer.hidden_TD, layer.tokens_R + first, n, D);
     gather(grad, layer.grad_TD, layer.tokens_R + first, n, D);
-    if (kept < 0) gates_and_ups(again, hidden, gate_columns, up_columns, n, D, F);
-    const float* gate_up = kept < 0 ? again : layer.gate_up_RI + (kept + done) * I;
+    const Places<float> places(layer, expert, done, n, again);
+    const int64_t n_kept = places.n_kept;
+    if (n_kept < n)
+      gates_and_ups(places.of(n_kept), hidden + n_kept * D, gate_columns, up_columns, n - n_kept, D, F);
     for (int64_t f = 0; f < F; f += BLOCK)
       product<false>(by_inner + f, F, Left{grad, D, 1}, down + f * D, BLOCK, n, D, BLOCK);
-    for (int64_t row = 0; row < n; row++) {
-      const float *gates = gate_up + row * I, *ups = gates + F, *given = by_inner + row * F;
-      const float weight = layer.weights_R[first + row];
-      float *to = inner + row * F, *by_gate = by_gate_up + row * I, *by_up = by_gate + F, dot = 0;
-#pragma omp simd reduction(+ : dot)
-      for (int64_t f = 0; f < F; f++) {
-        const float share = sigmoid(gates[f]), active = gates[f] * share, value = active * ups[f];
-        const float weighted = given[f] * weight;
-        dot += given[f] * value;
-        to[f] = value * weight;
-        by_up[f] = weighted * active;
-        by_gate[f] = weighted * ups[f] * ((gates[f] - active) * share + share);  // the slope of gate * sigmoid(gate)
-      }
-      layer.grad_weights_R[first + row] = dot;
-    }
+    for (int64_t row = 0; row < n; row++)
+      layer.grad_weights_R[first + row] =
+          gates_backward(places.of(row), by_inner + row * F, layer.weights_R[first + row], inner + row * F,
+                         by_gate_up + row * I, F);
     for (int64_t d = 0; d < D; d += BLOCK) {
       float* out = layer.grad_RD + first * D + d;
       product<false>(out, D, Left{by_gate_up, I, 1}, gate + d * F, BLOCK, n, F, BLOCK);

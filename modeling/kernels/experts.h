@@ -17,12 +17,26 @@ struct Layer {
   const int64_t* tokens_R;  // each row's token
   const int64_t* starts_E;  // each expert's first row
   const int64_t* sizes_E;   // how many rows it has
-  const int64_t* kept_E;    // its first row in gate_up_RI; -1: not kept
+  const int64_t* n_kept_E;  // of how many of its first rows gates and ups are kept: all, or whole blocks
+  const int64_t* kept_E;    // its first row in gate_up_RI
   Number* gate_up_RI;       // gates and ups side by side
   Number* out_RD;           // each row's value, not weighted
   // the backward pass's own
   const Number *grad_TD, *weights_R;
   Number *grad_gate_EFD, *grad_up_EFD, *grad_down_EDF, *grad_RD, *grad_weights_R;
+};
+
+// Where the gates and ups of n rows of an expert are, from its row ``first`` on: the first n_kept of them are kept.
+template <class Number>
+struct Places {
+  int64_t n_kept, width;
+  Number *kept, *others;
+  Places(const Layer<Number>& layer, int64_t expert, int64_t first, int64_t n, Number* others)
+      : n_kept(std::clamp<int64_t>(layer.n_kept_E[expert] - first, 0, n)),
+        width(2 * layer.d_ff),
+        kept(n_kept == 0 ? nullptr : layer.gate_up_RI + (layer.kept_E[expert] + first) * width),
+        others(others) {}
+  Number* of(int64_t row) const { return (row < n_kept ? kept : others) + row * width; }
 };
 
 // How many rows are computed at once so that they take about ``bytes``, in whole blocks.

@@ -105,8 +105,7 @@ def experts_over_rows(
     ``weights_TK`` None means that each token has one expert, with a weight of one.
     """
     fuse, products, kept_share = ways
-    by_turn = hidden_TD.is_cpu and biases is None and swiglu_limit is None and products is AS_THEY_ARE
-    if by_turn and hidden_TD.dtype == gate_EFD.dtype:
+    if go_by_turn(hidden_TD, gate_EFD, products, is_plain=biases is None and swiglu_limit is None):
         weights = hidden_TD.new_ones(rows.rows_TK.shape) if weights_TK is None else weights_TK.to(hidden_TD.dtype)
         if weights_TK is None:  # the rows' outputs are kept for the weights' gradients, wherever the weights are
             kept_share = kept_share or 1.0
@@ -124,6 +123,14 @@ def experts_over_rows(
     inner_RF = fuse(weighted, gate_RF, up_RF, weights_R1, swiglu_limit=swiglu_limit, rows_vary=True)
     result_RD = grouped_linear(inner_RF, rows.ends_E, down_EDF, down_ED, products, weights_R1)
     return SumRows.apply(result_RD, rows, fuse)
+
+
+def go_by_turn(hidden: Tensor, gate_EFD: Tensor, products: Products, *, is_plain: bool) -> bool:
+    """Whether experts are computed one after another over rows like ``hidden``, as on a CPU, or by grouped products.
+
+    ``is_plain``: they have no biases, and their SwiGLU is not clamped.
+    """
+    return hidden.is_cpu and is_plain and products is AS_THEY_ARE and hidden.dtype == gate_EFD.dtype
 
 
 def gated(gate: Tensor, up: Tensor, swiglu_limit: float | None) -> Tensor:

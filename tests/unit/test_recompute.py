@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import recomputation
+from launcher.training.compiling import fuse_of
+from modeling.attention import Attention
 from modeling.config import FamilyName
 from modeling.kernels import expert_turns, experts
 from modeling.kernels.expert_turns import GatesAndUps
@@ -216,25 +219,81 @@ DROPPED: dict[Recompute, set[str]] = {
 @pytest.mark.parametrize("weights_stay", [True, False])
 @pytest.mark.parametrize("mode", DROPPED)
 def test_what_a_mode_drops_is_gone_before_the_backward_pass(mode: Recompute, weights_stay: bool) -> None:
-    """Of what a layer's norms and products put out. Under ZeRO 3, whose weights go, products are kept."""
+    """Of what a layer's norms and products put out. Under ZeRO 3, whose weights go, values and turned heads stay."""
     config = dataclasses.replace(example_config("llama"), qkv_bias=False)  # values with a bias are kept
     model, rows = build(config, 0), packed_rows(config.vocab_size, 0, [[20]])
     apply_recompute(model, mode, weights_stay=weights_stay)
-    put_out: dict[str, weakref.ref[torch.UntypedStorage]] = {}
-    layer = model.layers["0"]
     watched = (*DROPPED["feed_forward"], *DROPPED["selective"])
+    put_out, turned = put_out_by(model.layers["0"], watched)
+    output = model(rows.tokens_BS, rows.context(), rows.tokens_BS)
+    gone = gone_of(put_out)
+    assert set(put_out) == set(watched)
+    values = {"attention.v"} if mode == "selective" and not weights_stay else set()
+    assert DROPPED[mode] - values <= gone and not values & gone
+    assert gone_of(turned) == (set(turned) if mode == "selective" and weights_stay else set()) and len(turned) == 2
+    if mode == "none":
+        assert not {"attention_norm", "feed_forward_norm", "feed_forward.gate"} & gone
+    assert output.loss is not None
+
+
+PutOut = dict[str, weakref.ref[torch.UntypedStorage]]
+
+
+def put_out_by(layer: nn.Module, watched: Iterable[str]) -> tuple[PutOut, PutOut]:
+    """The memory of what the layer's modules of these names will put out, and of its heads once turned, in order."""
+    put_out, turned, attention = PutOut(), PutOut(), layer.attention
+    assert isinstance(attention, Attention)
+    turn = attention.turned
+
+    def seen(*given: Any) -> Tensor:
+        made = turn(*given)
+        turned[str(len(turned))] = weakref.ref(made.untyped_storage())
+        return made
+
+    attention.turned = seen  # type: ignore[method-assign]
     for name in watched:
         layer.get_submodule(name).register_forward_hook(
             lambda _, __, made, name=name: put_out.__setitem__(name, weakref.ref(made.untyped_storage()))
         )
-    output = model(rows.tokens_BS, rows.context(), rows.tokens_BS)
-    gone = {name for name, storage in put_out.items() if storage() is None}
-    assert set(put_out) == set(watched)
-    products = {"attention.q", "attention.k", "attention.v"} if mode == "selective" and not weights_stay else set()
-    assert DROPPED[mode] - products <= gone and not products & gone
-    if mode == "none":
-        assert not {"attention_norm", "feed_forward_norm", "feed_forward.gate"} & gone
-    assert output.loss is not None
+    return put_out, turned
+
+
+def gone_of(put_out: PutOut) -> set[str]:
+    """The names of those that are freed."""
+    return {name for name, storage in put_out.items() if storage() is None}
+
+
+@pytest.mark.parametrize(("family", "multiplied_again"), [("mixtral", False), ("gpt_oss", True)])
+def test_a_layer_multiplies_gates_again_instead_of_queries(family: FamilyName, multiplied_again: bool) -> None:
+    """Where experts go one after another: not gpt-oss's, which have biases. Gradients are the same, bit for bit."""
+    config = dataclasses.replace(example_config(family), qkv_bias=False)
+    rows, plain, model = packed_rows(config.vocab_size, 0, [[20]]), build(config, 0), build(config, 0)
+    apply_recompute(model, "selective")
+    layer = model.layers["0"]
+    put_out, turned = put_out_by(layer, DROPPED["selective"])
+    kept = list[Tensor]()
+    with saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        outputs = [each(rows.tokens_BS, rows.context(), rows.tokens_BS) for each in (model, plain)]
+    gone = gone_of(put_out)
+    assert {"attention_norm", "feed_forward_norm", "attention.q", "attention.k"} <= gone
+    assert ("attention.v" in gone) == multiplied_again
+    assert gone_of(turned) == (set(turned) if multiplied_again else set()) and len(turned) == 2
+    for output in outputs:
+        assert output.loss is not None
+        output.loss.backward()
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_half_of_the_activations_of_experts_stay(precision: str) -> None:
+    """Of the benchmark's model, as a run computes it: most of the half, and no more."""
+    kept = {}
+    for mode in ("none", "selective"):
+        model = recomputation.build("experts", mode, precision, fuse_of("auto", "cpu"))
+        kept[mode] = recomputation.activations(model)
+    assert 0.49 < kept["selective"] / kept["none"] <= 0.5
 
 
 @pytest.mark.parametrize("mode", ["selective", "feed_forward"])
