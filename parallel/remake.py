@@ -114,10 +114,11 @@ Keep = Callable[[Tensor], Any]  # a tensor -> what is held of it until the backw
 
 
 PACKED = (Place, HeldWeight, Parked)
+HELD = (Tensor, *PACKED)  # what may stand for a tensor that is kept
 
 
-def restored(packed: Any) -> Any:
-    """The tensor for which a saved-tensor hook gave ``packed`` to autograd; what is not packed as it is."""
+def restored(packed: Any) -> Tensor:
+    """The tensor for which a saved-tensor hook gave ``packed`` to autograd."""
     return packed.restore() if isinstance(packed, PACKED) else packed
 
 
@@ -164,15 +165,14 @@ class Call:
 
     def make(self) -> None:
         """Runs the function again, up to the last tensor that is needed, and fills the places that are still held."""
-        given = [restored(each) for each in self.kept]
-        if not any(reference is not None and reference() is not None for reference in self.saved):
-            with torch.no_grad():
-                self.hand_out(self.function(*given))
-            return
         arguments = [
-            each.detach().requires_grad_(wants) if isinstance(each, Tensor) else each
-            for each, wants in zip(given, self.wants_gradient, strict=True)
+            restored(each).detach().requires_grad_(wants) if isinstance(each, HELD) else each
+            for each, wants in zip(self.kept, self.wants_gradient, strict=True)
         ]
+        if not any(reference is not None and reference() is not None for reference in self.saved):
+            with torch.no_grad():  # torch.matmul asks its arguments, not this, whether they want gradients
+                self.hand_out(self.function(*arguments))
+            return
         n_saved = 0
 
         def keep(tensor: Tensor) -> None:

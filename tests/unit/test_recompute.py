@@ -186,6 +186,24 @@ def test_chains_are_made_again_once_and_gradients_are_the_same(weights_stay: boo
     assert block.runs == ["activated", "turned"] * 2  # the second chain asks for what the first put out
 
 
+@pytest.mark.parametrize(("between", "graph"), [(nn.Identity(), False), (torch.tanh, True)])
+def test_a_second_run_makes_a_graph_only_for_what_was_saved_within(between: Any, graph: bool) -> None:
+    """Its arguments want gradients as in the first run, by which torch.matmul decides what it multiplies how."""
+    block, seen = Block(weights_stay=True), list[tuple[bool, bool]]()
+
+    def chain(hidden: Tensor, scale: Tensor) -> Tensor:
+        seen.append((torch.is_grad_enabled(), hidden.requires_grad))
+        return between(hidden * scale) * 2
+
+    def run(fuse: Any) -> Tensor:
+        with block.remaker.within(block):
+            return F.linear(fuse(chain, block.input, block.scale), block.weight)
+
+    expected, found = (block.gradients(partial(run, fuse)) for fuse in (plainly, block.remaker.around(plainly)))
+    assert all(map(torch.equal, found, expected))
+    assert seen == [(True, True)] * 2 + [(graph, True)]
+
+
 @pytest.mark.parametrize("weights_stay", [True, False])
 def test_weights_whose_memory_goes_between_the_passes(weights_stay: bool) -> None:
     """As under ZeRO 3: a product finds its weight where it is by then, and a chain has a copy if it has to."""
