@@ -279,15 +279,20 @@ class GatesAndUps:
         if skipped:
             self.kept_E[skipped[0]] = left // expert_passes.UNIT * expert_passes.UNIT
         self.gates = Gates(gate_up_RI, sizes_E, self.kept_E)
-        self.kept = list(self.for_each(gate_up_RI))
-        self.spare = None
-        if self.kept_E != sizes_E:
-            self.spare = rooms_of(sizes_E, gate_up_RI, {"gate_up_again": gate_up_RI.shape[1]})
 
-    def for_each(self, gate_up_RI: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """For each expert its rows' (gates and ups side by side, gates, ups)."""
+    @functools.cached_property
+    def kept(self) -> list[tuple[Tensor, ...]]:
+        """For each expert its rows that are kept: (gates and ups side by side, gates, ups). C++ does not ask."""
+        gate_up_RI = self.gates.gate_up_RI
         both = (gate_up_RI, *gate_up_RI.chunk(2, 1))
-        return zip(*(each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both), strict=True)
+        cut = [each_RX[: sum(self.kept_E)].split(self.kept_E) for each_RX in both]
+        return list(zip(*cut, strict=True))
+
+    @functools.cached_property
+    def spare(self) -> Callable[[int], list[Tensor]]:
+        """Scratch for the projections of an expert of which not all are kept, by its number of rows."""
+        gate_up_RI = self.gates.gate_up_RI
+        return rooms_of(self.sizes_E, gate_up_RI, {"gate_up_again": gate_up_RI.shape[1]})
 
     def has(self, expert: int) -> bool:
         """Whether all projections of an expert are kept."""
@@ -303,7 +308,7 @@ class GatesAndUps:
 
         Those that are not kept are valid until the next expert's are asked for.
         """
-        if self.spare is None or self.kept_E[expert] == self.sizes_E[expert]:
+        if self.kept_E[expert] == self.sizes_E[expert]:
             return self.kept[expert]
         (gate_up_NI,) = self.spare(self.sizes_E[expert])
         return gate_up_NI, *gate_up_NI.chunk(2, 1)
