@@ -39,6 +39,18 @@ SHORT: dict[Region, str] = {
 HOLDERS = (*LASTING, BUFFERS, *dict.fromkeys(SHORT[each] for each in NAMES if SHORT[each] != BUFFERS), BACKWARD)
 
 
+def copied_bytes(func: Any, args: Any) -> int:
+    """The bytes of what gloo copies while it computes a collective; 0 for all else.
+
+    It sums a copy of what is to be reduced and scattered over all ranks, and hands out this rank's part of that
+    (torch's ProcessGroupGloo.cpp).
+    """
+    if func._schema.name != "c10d::_reduce_scatter_base_":
+        return 0
+    given: torch.Tensor = args[1]
+    return given.nbytes
+
+
 class Ledger(TorchDispatchMode):
     """A context manager that counts tensors' bytes, to be entered from before the engine is built until its step ends.
 
@@ -62,8 +74,10 @@ class Ledger(TorchDispatchMode):
         for each in tree_leaves((args, kwargs, out)):
             if isinstance(each, torch.Tensor):
                 self.see(each, holder)
-        if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.live)
+        copied = copied_bytes(func, args) if self.device == "cpu" else 0
+        if self.total + copied > self.peak:
+            self.peak, self.at_peak = self.total + copied, dict(self.live)
+            self.at_peak[holder] = self.at_peak.get(holder, 0) + copied
             self.peak_phase = self.regions.now()[1] if self.regions is not None else ""
         return out
 

@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.cli import main
 from launcher.estimate.ledger import BUFFERS, Ledger
 from launcher.estimate.order import Passes, simulate
 from launcher.estimate.pass_over import evenly
+from launcher.estimate.ranks import as_rank
 from launcher.estimate.values import KnownAnswers, KnownValues, unknown
 from launcher.estimate.whole_step import row_sizes
 from launcher.plan.report import verdict
@@ -104,6 +106,17 @@ def test_the_ledger_counts_a_storage_once_until_it_is_gone():
         ledger.begin()
         _ = second.clone()
     assert ledger.peak == 80 and ledger.at_peak["weights"] == 40 and ledger.at_peak[BUFFERS] == 40
+
+
+@pytest.mark.parametrize(("device", "copied"), [("cpu", 160), ("cuda", 0)])
+def test_the_ledger_counts_what_gloo_copies(device: str, copied: int) -> None:
+    """Not for a plan of a GPU, where NCCL reduces and scatters in place."""
+    with as_rank(0, 2), FakeTensorMode(), Ledger(device) as ledger:
+        out, given = torch.empty(20, device=device), torch.empty(40, device=device)
+        ledger.begin()
+        dist.reduce_scatter_tensor(out, given)
+        torch.empty(1, device=device)
+    assert ledger.peak == 80 + 160 + max(copied, 4) and ledger.total == 240
 
 
 def test_rows_are_dealt_evenly_with_the_imbalance_on_top():
