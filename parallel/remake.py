@@ -263,15 +263,16 @@ class Remaker:
     def around(self, fuse: Fuse) -> Fuse:
         """``fuse``, whose chains and their outputs are made again where it is called inside ``within``.
 
-        Not a chain that is linear in its first tensor, such as a rotation, unless that one is made again, too: nothing
-        else keeps it, so instead of it the output is kept, which is as large.
+        Not a chain that is linear in its first tensor and differentiated by that alone, such as a rotation, unless that
+        one is made again, too: nothing else keeps it, so instead of it the output is kept, which is as large.
         """
 
         def run(function: Callable[..., Any], *tensors: Tensor, rows_vary: bool = False, **numbers: Any) -> Any:
             compute = partial(fuse, function, rows_vary=rows_vary, **numbers)
             if not (self.is_open and torch.is_grad_enabled()):
                 return compute(*tensors)
-            if is_linear(function) and self.place_of(tensors[0]) is None:
+            frees_first = is_linear(function) and not any(each.requires_grad for each in tensors[1:])
+            if frees_first and self.place_of(tensors[0]) is None:
                 return compute(*tensors)
             call = Call(compute, tensors, [self.kept(each) for each in tensors])
             made = call.first_run(tensors)

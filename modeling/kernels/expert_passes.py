@@ -37,8 +37,7 @@ WIDEST_EXPERT = (
 NUMBERS = ("d_model", "d_ff")
 POINTERS = (
     *("hidden_TD", "gate_EFD", "up_EFD", "down_EDF", "tokens_R", "starts_E", "sizes_E"),
-    *("n_kept_E", "kept_E"),
-    *("gate_up_RI", "out_RD", "grad_TD", "weights_R"),
+    *("n_kept_E", "kept_E", "gate_up_RI", "out_RD", "grad_TD", "weights_R"),
     *("grad_gate_EFD", "grad_up_EFD", "grad_down_EDF", "grad_RD", "grad_weights_R"),
 )
 

@@ -300,7 +300,7 @@ class GatesAndUps:
 
     def keep_part(self, expert: int, gate_up_NI: Tensor) -> None:
         """Keeps an expert's first projections, if they are kept without its others."""
-        if not self.has(expert):
+        if 0 < self.kept_E[expert] < self.sizes_E[expert]:
             self.kept[expert][0].copy_(gate_up_NI[: self.kept_E[expert]])
 
     def of(self, expert: int) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from modeling.attention import Attention
 from modeling.config import FamilyName
 from modeling.kernels import expert_turns, experts
 from modeling.kernels.expert_turns import GatesAndUps
-from modeling.kernels.fuse import plainly
+from modeling.kernels.fuse import linear, plainly
 from modeling.router import Router
 from parallel.recompute import Recompute, apply_recompute
 from parallel.remake import Call, Place, Remaker, remade
@@ -201,6 +201,25 @@ def test_a_second_run_makes_a_graph_only_for_what_was_saved_within(between: Any,
     expected, found = (block.gradients(partial(run, fuse)) for fuse in (plainly, block.remaker.around(plainly)))
     assert all(map(torch.equal, found, expected))
     assert seen == [(True, True)] * 2 + [(graph, True)]
+
+
+@pytest.mark.parametrize("by_factor", [False, True])
+def test_a_linear_chain_is_made_again_only_if_its_input_is_kept_anyway(by_factor: bool) -> None:
+    """As it is for the gradient by a factor. Otherwise the output is kept instead."""
+    block, runs = Block(weights_stay=True), list[int]()
+    factor = block.scale if by_factor else block.scale.detach()
+
+    @linear
+    def turn(hidden: Tensor, factor: Tensor) -> Tensor:
+        runs.append(1)
+        return hidden * factor
+
+    with block.remaker.within(block):
+        out = F.linear(block.remaker.around(plainly)(turn, block.input, factor), block.weight)
+    found = torch.autograd.grad(out.square().sum(), (block.input, block.weight))
+    plain = F.linear(block.input * factor, block.weight)
+    assert all(map(torch.equal, found, torch.autograd.grad(plain.square().sum(), (block.input, block.weight))))
+    assert len(runs) == (2 if by_factor else 1)
 
 
 @pytest.mark.parametrize("weights_stay", [True, False])
