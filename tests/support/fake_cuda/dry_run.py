@@ -89,7 +89,7 @@ FAST = (
     "qwen3_moe tp2 cp2 ep4 rank 3 recompute=full",
     "qwen3 offloads tp2 overlap recompute=selective",
 )
-FAST_LAYERS = ("dense 8B, compiled", "MoE 30B-A3B, compiled", "MoE 30B-A3B, ep 8, compiled")
+FAST_LAYERS = ("dense 8B, compiled", "MoE 30B-A3B", "MoE 30B-A3B, compiled", "MoE 30B-A3B, ep 8, compiled")
 FAST_WORLDS = ("alone", "ep2", "pp2")
 
 
