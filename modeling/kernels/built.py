@@ -16,6 +16,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 SECONDS = 300  # the most that a compiler may take: each source here takes it a few seconds
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NotBuilt(Exception):
@@ -34,15 +35,16 @@ def built(source: Path, options: Sequence[str], also: bytes = b"") -> Path:
     """The path of the shared library made from ``source`` with the compiler's ``options``.
 
     It lies in the folder for temporary files, under a name that follows from the source, the options and ``also``
-    (whatever else the library depends on), and is compiled if it is not there. Of several processes that ask at once,
-    one compiles. Raises NotBuilt where there is no compiler, it fails, or the file belongs to another user.
+    (whatever else the library depends on), and is compiled if it is not there or not whole: loading a file that lost
+    its end, as where the power failed or a disk was full, may end the process (SIGBUS). Of several processes that ask
+    at once, one compiles. Raises NotBuilt where there is no compiler, it fails, or the file belongs to another user.
     """
     told = hashlib.sha256(b"\0".join([source.read_bytes(), *(each.encode() for each in options), also]))
     try:
         path = Path(tempfile.gettempdir()) / f"roundtable-{source.stem}-{os.getuid()}-{told.hexdigest()[:16]}.so"
-        if not is_ours(path):
+        if not is_whole(path):
             with alone(path.with_suffix(".lock")):
-                if not is_ours(path):  # another process may have compiled it meanwhile
+                if not is_whole(path):  # another process may have compiled it meanwhile
                     compile_to(path, [*options, str(source)])
         return path
     except OSError as error:
@@ -62,22 +64,29 @@ def compile_to(path: Path, options: Sequence[str]) -> None:
         raise NotBuilt(f"CXX={compiler!r} names no compiler; set it to one, or unset it")
     part = path.with_suffix(".part")
     is_ours(part)
-    command = [*words, "-shared", "-fPIC", *options, "-o", str(part)]
+    try:
+        run_compiler(compiler, [*words, "-shared", "-fPIC", *options, "-o", str(part)])
+        with part.open("ab") as file:
+            file.write(digest(part.read_bytes()))  # a library may end in what no loader reads
+        part.chmod(0o700)  # whatever the umask is: this process runs what stands in it
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def run_compiler(compiler: str, command: Sequence[str]) -> None:
+    """Raises NotBuilt, with the compiler's name, where it cannot be run, fails or does not end."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=SECONDS, preexec_fn=end_with_parent
         )
-        if done.returncode != 0:
-            told = " ".join(done.stderr.split())[-500:]
-            raise NotBuilt(f"{compiler} cannot compile it ({told}); set CXX to another one")
-        part.chmod(0o700)  # whatever the umask is: this process runs what stands in it
-        part.replace(path)
     except subprocess.TimeoutExpired:
         raise NotBuilt(f"{compiler} has not ended within {SECONDS} s; set CXX to another one") from None
     except OSError as error:
         raise NotBuilt(f"{compiler} cannot be run ({error.strerror}); install g++, or set CXX") from None
-    finally:
-        part.unlink(missing_ok=True)
+    if done.returncode != 0:
+        told = " ".join(done.stderr.split())[-500:]
+        raise NotBuilt(f"{compiler} cannot compile it ({told}); set CXX to another one")
 
 
 def end_with_parent() -> None:
@@ -104,6 +113,19 @@ def loaded(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NotBuilt(f"{error}; remove that file, or set TMPDIR to a disk from which programs can be run") from None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the library is there and ends with the digest of what stands before. Raises NotBuilt as is_ours does."""
+    if not is_ours(path):
+        return False
+    content = path.read_bytes()
+    return content[-DIGEST_BYTES:] == digest(content[:-DIGEST_BYTES])
+
+
+def digest(content: bytes) -> bytes:
+    """The DIGEST_BYTES with which what was compiled ends."""
+    return hashlib.sha256(content).digest()
 
 
 def is_ours(path: Path) -> bool:

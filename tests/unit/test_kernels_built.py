@@ -109,6 +109,17 @@ def test_a_library_that_was_cut_off_is_told_with_what_to_do(source: Path) -> Non
         loaded(path)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 0.999])
+@pytest.mark.parametrize("is_filled", [False, True], ids=["cut off", "zeros"])
+def test_a_library_that_is_not_whole_is_compiled_anew(source: Path, share: float, is_filled: bool) -> None:
+    """glibc loads one without its end, and then the process ends by SIGBUS: at every start, if nobody looks."""
+    path = built(source, ["-DNUMBER=3"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))].ljust(len(whole) if is_filled else 0, b"\0"))
+    assert built(source, ["-DNUMBER=3"]) == path
+    assert path.read_bytes() == whole and ctypes.CDLL(str(path)).number() == 3
+
+
 def test_a_compiler_that_hangs_is_ended(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = source.parent / "compiler"
     compiler.write_text("#!/bin/sh\nexec sleep 60\n")
