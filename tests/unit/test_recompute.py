@@ -324,7 +324,7 @@ def test_a_layer_multiplies_gates_again_instead_of_queries(family: FamilyName, m
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_half_of_the_activations_of_experts_stay(precision: str) -> None:
-    """Of the benchmark's model, as a run computes it, by the benchmark's own processes: most of it, and no more."""
+    """Of the benchmark's model, as a run computes it, by the benchmark's own processes: nearly half, and no more."""
     kept = {
         mode: recomputation.bytes_of("experts", mode, "--precision", precision)["activations"]
         for mode in ("none", "selective")
