@@ -1,4 +1,4 @@
-"""All changes to DeepSpeed: subclasses of its optimizers, and new values for a few names in its modules.
+"""All changes to DeepSpeed: subclasses of a few classes of its, and new values for a few names in its modules.
 
 The fork server imports this module, so that no rank waits for it, and it must come before any use of DeepSpeed. No
 method of DeepSpeed's is rebound. tests/multiprocess/test_deepspeed_room.py runs an engine of each kind and checks that
@@ -7,7 +7,7 @@ DeepSpeed calls every change.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,8 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator, stage3
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -48,6 +49,21 @@ def check_nothing(*_: Any, **__: Any) -> None:
     """
 
 
+class OrderedGathers(PartitionedParameterCoordinator):
+    """DeepSpeed's coordinator of ZeRO 3, which gathers from several process groups in the same order on all ranks.
+
+    DeepSpeed itself collects the weights to gather in a set, whose order follows from their addresses, and gathers them
+    group by group as the groups come in it. So of experts and dense weights, which have groups of their own, one rank
+    would begin with the former and another with the latter, an order in which NCCL may wait for ever.
+    """
+
+    def _PartitionedParameterCoordinator__all_gather_params(self, params: Iterable[Any], forward: bool) -> None:
+        """Begins gathering the weights, in the order in which they were made."""
+        gather = super()._PartitionedParameterCoordinator__all_gather_params  # pyright: ignore[reportAttributeAccessIssue]
+        gather(sorted(params, key=lambda weight: weight.ds_id), forward)
+
+
+parameter_offload.PartitionedParameterCoordinator = OrderedGathers
 bf16_optimizer.see_memory_usage = print_nothing
 partitioned_param_coordinator.assert_ints_same_as_other_ranks = check_nothing
 # Which optional operators can be built: set before DeepSpeed finds out, since it would run compilers for each, on each

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from gather_runs import PRELOAD, count_gathers
+from gather_runs import PRELOAD, begun_in_step, count_gathers
 from launcher.config.tree import RunConfig
 from launcher.traffic import gathers
 from launcher.traffic.gathers import Passes, gathers_by_weight, pass_events
@@ -20,6 +20,7 @@ from modeling.config import ModelConfig
 from parallel.config import ParallelConfig
 from parallel.processes.start import run_ranks
 from parallel.sizes import Sizes
+from rendezvous import stuck
 from traffic_models import LATENT, PLAIN, POST_NORM
 
 assert MOE_MODEL.moe is not None
@@ -128,6 +129,16 @@ def test_a_rank_with_few_weights_gathers_as_the_table_says(model, recompute, tok
     names = [name for name in step.weights if step.weights[name] > 100]
     table, found = gathers_of(step, names), gathers_by_weight(step)
     assert {name: found[name] for name in names} == table
+
+
+def test_experts_and_dense_weights_are_gathered_in_one_order(tokens):
+    """Both lie on several ranks, in groups of their own; NCCL needs one order of the groups on all ranks."""
+    config = config_of(tokens, FOUR_LAYERS, "none")
+    config = dataclasses.replace(config, parallel=ParallelConfig(ep=2, zero=3))
+    given = (config, Sizes(persistent=0, prefetched=5000))
+    queues = run_ranks(begun_in_step, 4, *given, timeout_seconds=280, threads=1, preload=PRELOAD)
+    assert {(0, 1, 2, 3), (0, 2)} < {begun.ranks for entry in queues[0] for begun in entry}
+    assert stuck(queues) == []
 
 
 def test_a_pass_takes_each_weight_forwards_and_backwards(tokens):

@@ -36,6 +36,7 @@ PATCHES: dict[Kind, set[str]] = {  # what DeepSpeed must call in two steps, by t
         "ZeroOptimizer3._get_norm_groups",
         "ZeroOptimizer3._update_scale",
         "partitioned_param_coordinator.assert_ints_same_as_other_ranks",
+        "OrderedGathers._PartitionedParameterCoordinator__all_gather_params",
     },
 }
 ONCE = "deepspeed.ops.__compatible_ops__"  # read in the first engine of a process
