@@ -1,21 +1,29 @@
 """What the ranks of whole runs begin comes in one order on all groups at once, as NCCL needs it on one stream.
 
-From the first roll call to the last save, with evaluations and saves between the steps, under all axes.
+From the first roll call to the last save, with evaluations and saves between the steps, under all axes. In drawn runs
+results arrive only when they are waited for (tests/support/late_collectives.py).
 """
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data.config import SourceConfig
 from launcher.config.tree import CheckpointConfig, RunConfig
 from layout_runs import MOE_MODEL, run_config, write_tokens
 from modeling.optimizers.config import AdamWConfig
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, Interleaved
-from rendezvous import Begun, stuck
-from rendezvous_runs import queues_of_run
+from random_switches import random_free_run, random_switched_run
+from rendezvous import Begun, Queue, stuck
+from rendezvous_runs import FORGETFUL, in_ranks_of_run, late_in_run, queues_of_run
+from rotating import some_fast
 
 TRAINING, SAVING = "MainThread", "checkpoint writer"
 LAYERS = replace(MOE_MODEL, n_layers=4)
@@ -60,6 +68,49 @@ def check(config: RunConfig, n_ranks: int) -> None:
 )
 def test_a_whole_run_ends(tmp_path: Path, n_ranks: int, parallel: ParallelConfig, train: dict[str, Any]) -> None:
     check(whole_run(tmp_path, parallel, **train), n_ranks)
+
+
+N_SEEDS = 40
+Drawing = Callable[[int], tuple[RunConfig, int]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [random_switched_run, random_free_run])
+@pytest.mark.parametrize("seed", range(N_SEEDS))
+def test_a_drawn_run_ends_and_waits_for_what_it_reads(tmp_path: Path, seed: int, drawn: Drawing) -> None:
+    """Layouts, switches and models that nobody chose (tests/support/random_switches.py), with late communications.
+
+    A number that is read before it has arrived is NaN, and so would the losses be.
+    """
+    config, n_ranks = drawn(seed)
+    tokens = write_tokens(tmp_path, longest=70, vocab_size=config.model.vocab_size)
+    data = replace(config.data, sources=(SourceConfig(path=tokens),), heldout_path=tokens)
+    train = replace(config.train, steps=2, eval_every_steps=1, eval_sequences=3)
+    config = replace(config, data=data, train=train, checkpoint=CheckpointConfig(every_steps=1))
+    queues, rows, found = late_run(replace(config, run_dir=str(tmp_path / "run")), n_ranks)
+    assert found == set()
+    assert [line for of_ranks in queues.values() for line in stuck(of_ranks)] == []
+    assert len(rows) == 2 and all(isfinite(float(row["loss"])) for row in rows)
+
+
+def late_run(config: RunConfig, n_ranks: int, fault: str | None = None) -> tuple[dict[str, list[Queue]], list, set]:
+    """Every thread's queues in a run with late communications, the rows of its steps, and the faults of all ranks."""
+    by_rank = in_ranks_of_run(late_in_run, config, n_ranks, fault)
+    names = dict.fromkeys(name for queues, _ in by_rank for name in queues)
+    rows = map(json.loads, (config.run_path / "metrics.jsonl").read_text().splitlines())
+    steps = [row for row in rows if "grad_norm" in row and "event" not in row]
+    queues = {name: [queues.get(name, []) for queues, _ in by_rank] for name in names}
+    return queues, steps, set(chain.from_iterable(found for _, found in by_rank))
+
+
+@pytest.mark.parametrize("fault", some_fast([None, *FORGETFUL], "rows"))
+def test_a_wait_that_is_forgotten_is_seen(tmp_path: Path, fault: str | None) -> None:
+    """Rows of experts, or gradients by the hidden states of tp, that are read before they have arrived."""
+    parallel = ParallelConfig(tp=2, ep=2, tp_overlap=True, ep_chunks=2)
+    config = whole_run(tmp_path, parallel, precision="fp32")
+    _, rows, found = late_run(config, 2, fault)
+    assert all(isfinite(float(row["grad_norm"])) == (fault is None) for row in rows) and len(rows) == 2
+    assert (found == set()) == (fault is None)
 
 
 @pytest.mark.slow

@@ -75,7 +75,9 @@ class LayoutResult:
         return [row["grad_norm"] for row in self.rows]
 
 
-def write_tokens(folder: Path, *, n_documents: int = 60, longest: int = 40, seed: int = 0) -> str:
+def write_tokens(
+    folder: Path, *, n_documents: int = 60, longest: int = 40, seed: int = 0, vocab_size: int = VOCAB_SIZE
+) -> str:
     """Writes random documents of random lengths as a Megatron token file; returns its prefix."""
     from data.tokenwriter import TokenFileWriter
 
@@ -83,7 +85,7 @@ def write_tokens(folder: Path, *, n_documents: int = 60, longest: int = 40, seed
     prefix = folder / "tokens"
     writer = TokenFileWriter(prefix, np.dtype(np.uint16))
     for _ in range(n_documents):
-        writer.add(random.integers(1, VOCAB_SIZE, size=random.integers(1, longest)))
+        writer.add(random.integers(1, vocab_size, size=random.integers(1, longest)))
     writer.finish()
     return str(prefix)
 

@@ -1,6 +1,8 @@
 """Records the communications of each rank in real runs, of pipelines alone and of whole trainings."""
 
-from collections.abc import Sequence
+import importlib
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gather_runs import hash_in_order_of_use
+from late_collectives import late_collectives
 from launcher.config.tree import RunConfig
 from modeling.config import ModelConfig
 from parallel.pipeline.config import PipelineConfig, stage_ranks
@@ -75,13 +79,18 @@ def one_by_one(pipeline: Any, made: Any, due: Any, time: int, ranks: Sequence[in
 
 def queues_of_run(config: RunConfig, n_ranks: int, fault: str | None = None) -> dict[str, list[Queue]]:
     """Trains a whole run; thread's name -> every rank's queue of communications in that thread."""
+    by_rank = in_ranks_of_run(begun_in_run, config, n_ranks, fault)
+    threads = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    return {name: [of_rank.get(name, []) for of_rank in by_rank] for name in threads}
+
+
+def in_ranks_of_run(work: Callable[..., Any], config: RunConfig, n_ranks: int, fault: str | None = None) -> list[Any]:
+    """The results of ``work(config, fault)`` in each rank of a run whose directory is made here."""
     from launcher.training.run_dir import claim
 
     with claim(config):
         preload = ["launcher.training.loop"]
-        by_rank = run_ranks(begun_in_run, n_ranks, config, fault, timeout_seconds=280, threads=1, preload=preload)
-    threads = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
-    return {name: [of_rank.get(name, []) for of_rank in by_rank] for name in threads}
+        return run_ranks(work, n_ranks, config, fault, timeout_seconds=280, threads=1, preload=preload)
 
 
 def begun_in_run(config: RunConfig, fault: str | None) -> dict[str, Queue]:
@@ -99,6 +108,38 @@ def begun_in_run(config: RunConfig, fault: str | None) -> dict[str, Queue]:
     with recording_threads() as queues:
         assert loop.train(config, []) == 0
     return dict(queues)
+
+
+def late_in_run(config: RunConfig, fault: str | None) -> tuple[dict[str, Queue], list[str]]:
+    """This rank's queues in a run whose communications end when they are waited for, and the faults that this shows.
+
+    Sets of weights have another order on every second rank. ``fault`` is one of ``FORGETFUL``.
+    """
+    hash_in_order_of_use(ascending=int(os.environ["RANK"]) % 2 == 0)
+    if fault is not None:
+        forget(*FORGETFUL[fault])
+    with late_collectives() as found:
+        queues = begun_in_run(config, None)
+    return queues, list(dict.fromkeys(found))
+
+
+# What waits for a communication -> the module and the class whose ``wait`` that is.
+FORGETFUL = {"rows": ("parallel.collectives", "RowExchange"), "gradients": ("parallel.collectives", "SequenceGather")}
+
+
+def forget(module: str, name: str) -> None:
+    """A fault: a class's ``wait`` returns at once. The wait itself comes at the next call, and the last one never."""
+    waiting = getattr(importlib.import_module(module), name)
+    wait, owed = waiting.wait, list[Any]()
+
+    def late(self: Any) -> Any:
+        for work in owed:
+            work.wait()
+        owed[:] = [self.under_way[0]]
+        self.under_way = None, *self.under_way[1:]
+        return wait(self)
+
+    waiting.wait = late
 
 
 def begin_out_of_order(mesh: Any) -> None:
