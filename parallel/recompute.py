@@ -2,8 +2,8 @@
 
 ``full`` keeps only each layer's input. ``feed_forward`` drops the feed-forward half of each layer (norm, router,
 experts) and the output of attention's norm, and keeps the rest of attention. ``selective`` drops the outputs of norms,
-rotations, gates and the router, and keeps their inputs; of matrix products it computes again the router's, and those
-of queries, keys and values, or, where experts are computed one after another (on CPUs), most of their gates and ups.
+rotations and gates, and keeps their inputs; of matrix products it computes again those of queries, keys, values and the
+router's scores, or, where experts are computed one after another (on CPUs), most of their gates and ups.
 
 torch.utils.checkpoint is not used: its reentrant kind, and its policies over single operators, fail under zero-bubble
 schedules, and the other kind runs the forward pass again for each part of a backward pass. A layer that is computed
@@ -32,7 +32,7 @@ from parallel.remake import Keep, Remaker, remade
 
 Recompute = Literal["none", "selective", "feed_forward", "full"]
 # Of experts' gates and ups, kept under ``selective`` on a CPU; docs/measurements.md has the cost.
-KEPT_SHARE = 0.12
+KEPT_SHARE = 0.1
 Modes = tuple[Recompute, ...]  # what each layer of the model recomputes, by its number
 Passed = tuple[Tensor, RoutingStats | None]  # what a layer, or half of one, returns
 
@@ -169,17 +169,19 @@ class HalfRecomputedLayer(RemakingLayer):
 class ProductsKeptLayer(RemakingLayer):
     """Keeps the inputs of its chains of elementwise work, and the outputs of its matrix products.
 
-    The products of queries, keys, values and gates of attention are computed again, as the cheapest for the bytes that
-    they save; not under ZeRO 3, where their weights are not in memory when attention's backward pass needs them, and
-    not in a layer whose experts are computed one after another. These multiply most rows by their gates and ups again,
-    in caches that hold the rows anyway.
+    The products of queries, keys, values, gates of attention and the router's scores are computed again, as the
+    cheapest for the bytes that they save; under ZeRO 3 only the router's, since attention's weights are not in memory
+    when its backward pass needs them, and none in a layer whose experts are computed one after another. These multiply
+    most rows by their gates and ups again, in caches that hold the rows anyway.
     """
 
     def __init__(self, layer: DecoderLayer, offloader: Offloader | None, *, weights_stay: bool) -> None:
         super().__init__(layer, offloader, weights_stay=weights_stay)
         for module in self.modules():
-            if isinstance(module, Norm | GatedNorm | Mixer | FeedForward | Experts | Router):
+            if isinstance(module, Norm | GatedNorm | Mixer | FeedForward | Experts):
                 module.fuse = self.remaker.around(module.fuse)
+            elif isinstance(module, Router):
+                module.fuse = self.unless_by_turn(module.fuse)
         keep_gates_and_ups(self, KEPT_SHARE)
         if weights_stay and isinstance(layer.attention, GroupedQueryAttention):
             attention = layer.attention

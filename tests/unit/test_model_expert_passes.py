@@ -135,7 +135,7 @@ def test_experts_without_rows_get_gradients_of_zero(dtype: torch.dtype) -> None:
     assert all(found[name][3:].count_nonzero() == 0 for name in ("gate_EFD", "up_EFD", "down_EDF"))
 
 
-@pytest.mark.parametrize("kept_share", [0.9, 0.5, 0.12, 0.0])
+@pytest.mark.parametrize("kept_share", [0.9, 0.5, 0.1, 0.0])
 def test_gates_that_are_computed_again_change_no_bit(dtype: torch.dtype, kept_share: float) -> None:
     """Of whole experts, and of one expert's later rows."""
     drawn = Drawn((700, 64, 96, 4, 2, 1))
