@@ -1,6 +1,7 @@
 """C++ sources of this project, compiled on the machine that runs them, once. Importing this does not import torch."""
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
@@ -86,7 +87,9 @@ def run_compiler(compiler: str, command: Sequence[str]) -> None:
         raise NotBuilt(f"{compiler} cannot be run ({error.strerror}); install g++, or set CXX") from None
     if done.returncode != 0:
         told = " ".join(done.stderr.split())[-500:]
-        raise NotBuilt(f"{compiler} cannot compile it ({told}); set CXX to another one")
+        is_full = any(os.strerror(number) in told for number in (errno.ENOSPC, errno.EDQUOT))
+        remedy = "free space, or set TMPDIR to a disk that has some" if is_full else "set CXX to another one"
+        raise NotBuilt(f"{compiler} cannot compile it ({told}); {remedy}")
 
 
 def end_with_parent() -> None:

@@ -64,6 +64,16 @@ def test_what_the_compiler_says_is_one_line(source: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk_is_not_the_compilers_fault(source: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = source.parent / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho 'fatal error: error writing to /tmp/x.s: {words}' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NotBuilt, match=rf"{words}\); free space, or set TMPDIR to a disk that has some$"):
+        built(source, [])
+
+
 def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(source.parent))
