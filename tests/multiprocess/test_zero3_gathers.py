@@ -94,6 +94,13 @@ def test_each_weight_is_gathered_as_often_as_deepspeed_does(cases, tokens, monke
     assert found != [replayed(config, sizes) for sizes in cases]
 
 
+def test_selective_gathers_no_weight_outside_of_its_module(tokens):
+    """It asks a layer's experts how they are computed, before the router: a weight that is read there is gathered."""
+    config = config_of(tokens, FOUR_LAYERS, "selective")
+    sizes = Sizes(persistent=600, prefetched=0, reused=0, live=10_000)
+    assert counted(config, [sizes]) == [replayed(config, sizes)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("model", MODELS)
