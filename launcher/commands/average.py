@@ -35,6 +35,7 @@ from modeling.logical import logical_tensors
 from parallel.checkpoint.boxes import boxes_of_range
 from parallel.checkpoint.manifest import ELEMENT_BYTES, DamagedCheckpoint
 from parallel.checkpoint.places import is_remote
+from parallel.processes.stop import undoing
 
 AVERAGED_JSON = "averaged.json"  # the file in the new checkpoint that lists the averaged checkpoints
 BLOCK_ELEMENTS = 1 << 22  # elements of one tensor that are read at a time from each checkpoint
@@ -75,6 +76,7 @@ class Mean:
                 yield total.div_(weight_of_all).float().flatten()
 
 
+@undoing()
 def average_checkpoints(given: Sequence[str], out: str, last: int | None, weights: str | None) -> None:
     """Writes the mean of the checkpoints that ``given`` names to the run directory ``out``, and prints what it is.
 

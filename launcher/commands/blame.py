@@ -18,6 +18,7 @@ from launcher.console import say, tell
 from launcher.replay.plan import Plan
 from launcher.replay.record import Record
 from launcher.training.start import exit_two_for
+from parallel.processes.stop import undoing
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Wishes:
     as_json: bool = False
 
 
+@undoing()
 def blame_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -> int:
     """Executes a recorded step again and prints each document's share in it; returns 0 if it is reproduced, else 1.
 

@@ -31,8 +31,10 @@ from parallel.checkpoint.local import LocalFolder, sync_directory
 from parallel.checkpoint.manifest import HASH_CHUNK, DamagedCheckpoint, hash_problem, read_manifest
 from parallel.checkpoint.read import Checkpoint, open_checkpoint
 from parallel.checkpoint.store import MANIFEST, Folder, step_name, step_of
+from parallel.processes.stop import undoing
 
 
+@undoing()
 def branch_run(run: str, new: str, step: int, overrides: Sequence[str], without: Sequence[str] = ()) -> int:
     """Makes the run directory NEW, from which `roundtable train NEW/config.yaml` continues; returns 0.
 

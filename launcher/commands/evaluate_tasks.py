@@ -33,12 +33,14 @@ from modeling.decoder import Decoder
 from modeling.families.rope_json import longest
 from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
+from parallel.processes.stop import undoing
 
 KEY = "--tasks"
 BATCH_TOKENS = 8192  # in one forward pass, padding included; a single sequence may have more
 BATCH_TEXTS = 16  # texts that are generated together
 
 
+@undoing()
 def evaluate_tasks(path: Path | str, asked: Asked, out: str | None, *, as_json: bool) -> int:
     """Prints the checkpoint's metrics on the tasks, and writes them to ``out`` as JSON, if given; returns 0.
 

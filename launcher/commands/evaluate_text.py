@@ -25,6 +25,7 @@ from launcher.errors import UserError
 from launcher.scratch import scratch_folder
 from launcher.training.evaluation import loss_of, perplexity
 from launcher.watch.metrics import encode_json
+from parallel.processes.stop import undoing
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Corpus:
     n_targets: int  # tokens that are predicted: all but each document's first
 
 
+@undoing()
 def evaluate_text(path: Path | str, text: str, text_key: str = "text", *, as_json: bool) -> int:
     """Prints the checkpoint's loss per token, bits per byte and perplexity on the file ``text``; returns 0.
 

@@ -34,10 +34,12 @@ from modeling.logical import logical_shapes, logical_tensors
 from modeling.mtp_config import MTPConfig
 from parallel.checkpoint.local import LocalStore
 from parallel.checkpoint.store import MANIFEST
+from parallel.processes.stop import undoing
 
 SHARD_BYTES = 5_000_000_000  # of one safetensors file, at most (a larger tensor gets a file of its own)
 
 
+@undoing()
 def export(
     checkpoint: Path | str,
     out: Path,

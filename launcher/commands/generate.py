@@ -21,10 +21,12 @@ from launcher.errors import UserError
 from launcher.sampling import sampling_rules
 from modeling.decoder import Decoder
 from modeling.generate import new_tokens
+from parallel.processes.stop import undoing
 
 MOST_NEW_TOKENS = 1_000_000  # each token looks at all before it: more would never come to an end
 
 
+@undoing()
 def generate_from_checkpoint(
     checkpoint: Path | str,
     prompt: str,

@@ -29,10 +29,12 @@ from launcher.inspection.report import build_report
 from launcher.inspection.show import print_report
 from launcher.inspection.write import write_out
 from modeling.dtypes import DTYPES
+from parallel.processes.stop import undoing
 
 USUAL_SEQUENCES = 8  # of each source's held-out text
 
 
+@undoing()
 def inspect_checkpoint(path: str, wishes: Wishes) -> int:
     """Runs the model on the texts, prints a summary of what it computes inside, and writes what --out asks for.
 

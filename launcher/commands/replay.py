@@ -20,6 +20,7 @@ from launcher.scratch import scratch_folder
 from launcher.slurm.follow import find_run
 from launcher.training.run_dir import saved_config, start_folder
 from launcher.training.start import check_gpus, check_tokens, exit_two_for
+from parallel.processes.stop import undoing
 from parallel.processes.world import world_size_from_environment
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Wishes:
     shows_text: bool = False
 
 
+@undoing()
 def replay_step(run: str, step: int, overrides: Sequence[str], wishes: Wishes) -> int:
     """Executes the step on local processes and reports on it; returns 0 where the record is reproduced, else 1.
 

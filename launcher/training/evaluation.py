@@ -17,8 +17,10 @@ from launcher.watch.metrics import encode_json
 from modeling.decoder import Output
 from parallel.batch import MicroBatch
 from parallel.mesh import lone_mesh
+from parallel.processes.stop import undoing
 
 
+@undoing()
 def evaluate_checkpoint(path: Path | str, sequences: int | None, *, as_json: bool) -> int:
     """Prints the checkpoint's held-out token cross-entropy and perplexity; returns 0.
 
