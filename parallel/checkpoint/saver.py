@@ -324,7 +324,8 @@ def host_buffer(n_elements: int, device: torch.device) -> Tensor:
     """A flat fp32 CPU tensor whose pages are already in memory, page-locked where copies come from a CUDA device.
 
     It is a memory map of its own, which begins at a block boundary, for writes that bypass the page cache. It is
-    page-locked by registration, since torch's own allocator would round the size up to a power of two.
+    page-locked by registration, since torch's own allocator would round the size up to a power of two. Raises
+    RuntimeError where CUDA cannot.
     """
     pages = mmap.mmap(-1, max(n_elements, 1) * ELEMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.float32)[:n_elements]
@@ -333,6 +334,10 @@ def host_buffer(n_elements: int, device: torch.device) -> Tensor:
         runtime: Any = torch.cuda.cudart()
         address = buffer.data_ptr()
         code = runtime.cudaHostRegister(address, buffer.numel() * ELEMENT_BYTES, 0)
-        assert int(code) == 0, f"cudaHostRegister: error {code}"
+        if int(code) != 0:
+            raise RuntimeError(
+                f"{buffer.nbytes / 1e9:.1f} GB of host memory for a checkpoint's copy could not be page-locked "
+                f"(CUDA error {int(code)}); set checkpoint.asynchronous=false, or give each rank more memory"
+            )
         weakref.finalize(buffer, runtime.cudaHostUnregister, address)
     return buffer

@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +54,9 @@ def ways_of(chunks, path) -> list[bool]:
 
 ASKED_AT_A_LOCK = """\
 import signal, sys, threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from parallel.checkpoint.local import LocalFolder
 from parallel.checkpoint.safetensors_stream import write_hashed
 
@@ -204,3 +208,13 @@ def test_the_savers_buffer_can_be_written_directly():
     buffer = host_buffer(12345, torch.device("cpu"))
     assert buffer.shape == (12345,) and buffer.data_ptr() % BLOCK_BYTES == 0
     assert host_buffer(0, torch.device("cpu")).numel() == 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_that_cuda_cannot_lock_is_named(monkeypatch, code):
+    """Without a GPU: what CUDA's runtime returns is given."""
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: code, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    expected = r"^0.1 GB of host .* \(CUDA error 2\); set checkpoint.asynchronous=false, or give each rank more memory$"
+    with pytest.raises(RuntimeError, match=expected) if code else nullcontext():
+        assert host_buffer(25_000_000, torch.device("cuda")).numel() == 25_000_000
