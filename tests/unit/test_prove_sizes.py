@@ -74,6 +74,7 @@ REASONS = {
     "modeling.kernels.fuse.ROW_BYTES": "of an estimate, not of what is computed",
     "modeling.kernels.fuse.LEAST_ROWS": "rows of 0 and 1 occur in test_model_fuse.py, and are computed plainly",
     "parallel.checkpoint.local.AHEAD_BYTES": "a hint to the disk",
+    "parallel.checkpoint.saver.host_buffer": "bytes in a message",
     "parallel.checkpoint.local.LocalOutput.__init__: 438": "permissions",
     "parallel.processes.device.why_unseen: 300": "how much of an error is quoted",
     "parallel.checkpoint.local.AT_FDCWD": "the system call's",
