@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from modeling.config import ModelConfig
-from modeling.dims import Dim, Weight
+from modeling.dims import Dim, Weight, units_of
 from parallel.checkpoint.boxes import Box
 
 if TYPE_CHECKING:
@@ -96,7 +96,23 @@ def place_of(weight: Weight, shape: tuple[int, ...]) -> Place:
 
 @lru_cache(maxsize=64)
 def layout_of(config: ModelConfig) -> Layout:
-    """The placement of every logical parameter, by its name, in the model's order."""
+    """The placement of every logical parameter, by its name, in the model's order.
+
+    Raises TypeError where a dim that an axis cuts is not made of units: no rule would then say which degrees divide
+    it.
+    """
     from modeling.logical import logical_parameters  # with torch, which the table above does without
 
-    return {name: place_of(tensor.weight, tensor.shape) for name, tensor in logical_parameters(config).items()}
+    units, layout = units_of(config), {}
+    for name, tensor in logical_parameters(config).items():
+        place = layout[name] = place_of(tensor.weight, tensor.shape)
+        if place.dim is None:
+            continue
+        dim, size = tensor.weight.dims[place.dim], tensor.shape[place.dim]
+        cut = f"{name}: {place.axis} cuts its dim {dim}={size}"
+        if dim not in units:
+            raise TypeError(f"{cut}, of which modeling.dims.units_of has no units; state them there")
+        if size % units[dim].count:
+            told = f"the {units[dim].count} units that modeling.dims.units_of has of it ({units[dim].key})"
+            raise TypeError(f"{cut}, which {told} do not divide; give it a dim of its own")
+    return layout

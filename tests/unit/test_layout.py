@@ -16,7 +16,7 @@ from modeling.attention import GroupedQueryAttention
 from modeling.config import ModelConfig
 from modeling.counts import count_parameters
 from modeling.decoder import build_decoder
-from modeling.dims import DIMS, Weight, stated_weights, units_of
+from modeling.dims import DIMS, Dim, Weight, stated_weights, units_of
 from modeling.init_config import MupInit
 from modeling.linear import Linear
 from modeling.logical import logical_parameters, logical_tensors
@@ -133,6 +133,38 @@ def test_planted_layers_of_a_kind_that_differ_are_an_error_before_a_start(monkey
     model = replace(FAMILIES["llama"], rope_theta=theta)  # not one that is known already
     with pytest.raises(TypeError, match=r"layers\.1\.attention\.gate\.weight: layers that ModelConfig\.layer_kind"):
         weight_names(model, tuple(rank_parts(model, OneFOneB(), 1, 0)))
+
+
+class Paired(GroupedQueryAttention):
+    """With a number for each pair of heads, of which the config's units know nothing."""
+
+    dim: Dim = "linear_k_heads"
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.pairs = Linear(config.n_heads // 2, config.d_model, (self.dim, "d_model"))
+
+
+class Torn(Paired):
+    """With fewer rows than the config has heads."""
+
+    dim = "heads"
+
+
+@pytest.mark.parametrize(
+    ("attention", "theta", "words"),
+    [
+        (Paired, 1003.0, r"linear_k_heads=2, of which modeling\.dims\.units_of has no units; state them there"),
+        (Torn, 1004.0, r"heads=2, which the 4 units that .* has of it \(model\.n_heads\) do not divide; give it a dim"),
+    ],
+)
+def test_planted_dim_that_is_not_made_of_units_is_an_error_when_the_weights_are_placed(
+    monkeypatch, attention, theta, words
+):
+    """Under tp a rank would fail at it; without tp nothing would."""
+    monkeypatch.setattr("modeling.attention.GroupedQueryAttention", attention)
+    with pytest.raises(TypeError, match=rf"layers\.0\.attention\.pairs\.weight: tp cuts its dim {words}"):
+        layout_of(replace(FAMILIES["llama"], rope_theta=theta))  # not one that is known already
 
 
 def test_planted_dims_that_do_not_fit_are_errors():
