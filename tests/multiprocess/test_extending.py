@@ -19,7 +19,12 @@ SECTIONS = {
     "A schedule": ["modeling/schedules.py"],
     "A router's score": ["modeling/moe_config.py", "modeling/router.py"],
     "A norm": ["modeling/config.py", "modeling/norm.py"],
-    "An architecture": ["modeling/attention.py", "modeling/config.py", "modeling/families/gated_llama.py"],
+    "An architecture": [
+        "modeling/attention.py",
+        "modeling/config.py",
+        "modeling/dims.py",
+        "modeling/families/gated_llama.py",
+    ],
 }
 CONFIG = """
 name: extended
