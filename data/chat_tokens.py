@@ -55,6 +55,18 @@ def tokenize_chats(
     tally.check(task.key)
 
 
+def check_template(task: ShardTask) -> None:
+    """Renders the shard's first chat, so that a template that is missing or broken is refused before tokens are made.
+
+    Raises DataError as `tokenize_chats` does of that chat.
+    """
+    tally = Tally(task.source.max_bad_share)
+    for chat, _ in read_documents(task.source, task.shard, task.key, tally):
+        if chat:
+            ChatTokens(task).render(chat, tally.n_documents, tally)
+            return
+
+
 class ChatTokens:
     """The template and the tokenizer with which a shard's chats are tokenized."""
 

@@ -27,6 +27,7 @@ from chats import (
     save_chat_tokenizer,
     write_rows,
 )
+from data.config import SourceConfig
 from data.dataset import Dataset, open_dataset
 from data.errors import DataError
 from data.file_records import records_of_files
@@ -330,6 +331,21 @@ def test_what_cannot_be_used_is_named_and_nothing_is_left(tmp_path: Path, name: 
     with pytest.raises(DataError, match=line) as caught:
         opened(tmp_path, [good, row], template, **more)
     assert len(caught.value.problems) == 1
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"template": "{% if"}], ids=["none", "broken"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "named"])
+def test_an_unusable_template_is_refused_before_another_source_is_tokenized(
+    tmp_path: Path, trained: bool, more: dict[str, str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some text that comes first\n")
+    save_chat_tokenizer(tmp_path / "tokenizer", None)
+    config = chat_config(tmp_path, write_rows(tmp_path / "chats.jsonl", [{"messages": messages("a", "b")}]), **more)
+    text, tokenizer = SourceConfig(path=str(tmp_path / "text.txt")), None if trained else config.tokenizer
+    config = dataclasses.replace(config, sources=(text, *config.sources), tokenizer=tokenizer)
+    with pytest.raises(DataError, match=r"^data.sources\[1\].chat.template="):
+        prepare(config, vocab_size=VOCAB)
     assert not (tmp_path / "tokens").exists()
 
 
