@@ -4,6 +4,7 @@ The URL of a PREFIX stands for PREFIX.bin, PREFIX.idx and, if it exists, PREFIX.
 the first is read through a cache of blocks. On this machine they form a token file like any other, except for its .bin:
 
     CACHE/STEM-HASH/STEM.idx          and .mask, and packings made from it
+    CACHE/STEM-HASH/STEM.copied       hashes of samples of these two, so that one that is damaged here is fetched again
     CACHE/STEM-HASH/STEM.remote       the URL, size and version of each object, as the store reports them
 
 An object whose size or version differs from the record is refused, so that a run's tokens cannot change unnoticed.
@@ -24,6 +25,7 @@ from data.manifest import write_json
 from data.partial import written_whole
 from data.remote import RemoteObject, changed
 from data.sources import expand_path, is_url
+from data.tokenfile import sampled_hash
 
 COPIED_BYTES = 1 << 24  # downloaded at once of an .idx or a .mask
 _seen: dict[tuple[int, str], Path] = {}  # (process id, URL) that was compared with the store -> local prefix
@@ -45,6 +47,7 @@ def token_prefix(config: DataConfig, path: str) -> Path:
 def bring_index(url: str, cache: Path, bound: int) -> Path:
     """Downloads the token file at ``url`` into the cache, all but its .bin; returns its local prefix.
 
+    What is there already is kept, unless it is not as it was when it was downloaded.
     The blocks of the cache may take ``bound`` bytes. Raises DataError where objects cannot be read, or have changed.
     """
     try:
@@ -89,14 +92,29 @@ def _bring_index(url: str, cache: Path, bound: int) -> Path:
         for end in record.keys() | recorded.keys():
             if record.get(end) != recorded.get(end):
                 raise changed(f"{url}.{end}", recorded.get(end), record.get(end), prefix.parent)
+    ends, copied = sorted(record.keys() - {"bin"}), Path(f"{prefix}.copied")
+    if recorded is not None and _has_copied(prefix, ends):
         return prefix
     with locked(cache / "locks" / prefix.name):
-        if not path.exists():
+        if not (path.exists() and _has_copied(prefix, ends)):
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            for end in sorted(record.keys() - {"bin"}):
+            for end in ends:
                 _copy(objects[end], Path(f"{prefix}.{end}"))
+            write_json(copied, _hashes_of_copies(prefix, ends))
             write_json(path, record)  # last, since it marks the others as complete
     return prefix
+
+
+def _has_copied(prefix: Path, ends: list[str]) -> bool:
+    """Whether the copies PREFIX.END are there with the hashes that PREFIX.copied has of them."""
+    try:
+        return json.loads(Path(f"{prefix}.copied").read_text()) == _hashes_of_copies(prefix, ends)
+    except (FileNotFoundError, ValueError):  # earlier versions have no such file
+        return False
+
+
+def _hashes_of_copies(prefix: Path, ends: list[str]) -> dict[str, str]:
+    return {end: f"{sampled_hash(Path(f'{prefix}.{end}')):016x}" for end in ends}
 
 
 def _copy(remote: "RemoteObject", path: Path) -> None:

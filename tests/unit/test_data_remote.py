@@ -133,6 +133,29 @@ def test_a_torn_block_is_fetched_again(tmp_path: Path) -> None:
         assert fetched_again == [3]
 
 
+@pytest.mark.parametrize("end", ["idx", "mask", "copied"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone"])
+def test_an_index_or_a_mask_that_is_damaged_in_the_cache_is_fetched_again(
+    tmp_path: Path, end: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bit of the index makes two documents begin at one place, where opening the file does not look."""
+    path = write_file(tmp_path / "there" / "a", has_mask=True)
+    config = a_config(tmp_path, f"file://{path}")
+    before = opened(config).read(np.arange(40))
+    (copy,) = (tmp_path / "cache").glob(f"*/a.{end}")
+    content = copy.read_bytes()
+    copy.unlink()
+    if damage != "gone":
+        at = len(content) - 88 if end == "idx" else len(content) // 2
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        copy.write_bytes(flipped if damage == "a bit" else content[:-8])
+    monkeypatch.setattr(data.remote_index, "_seen", {})
+    after = opened(config).read(np.arange(40))
+    assert copy.read_bytes() == content
+    for name in ("tokens_BS", "targets_BS", "positions_BS", "documents_BS"):
+        assert (getattr(before, name) == getattr(after, name)).all()
+
+
 def test_planted_a_hash_that_is_not_compared_gives_other_tokens(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(data.block_cache.xxhash, "xxh3_64_digest", lambda _: bytes(8))
     with pytest.raises(AssertionError):
