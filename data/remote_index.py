@@ -23,7 +23,7 @@ from data.config import DataConfig
 from data.errors import reason_of, refuse
 from data.manifest import write_json
 from data.partial import written_whole
-from data.remote import RemoteObject, changed
+from data.remote import ObjectRecord, RemoteObject, changed
 from data.sources import expand_path, is_url
 from data.tokenfile import sampled_hash
 
@@ -82,12 +82,7 @@ def _bring_index(url: str, cache: Path, bound: int) -> Path:
     told = {end: each.look(may_lack=end == "mask") for end, each in objects.items()}
     record, path = {end: asdict(each) for end, each in told.items() if each is not None}, Path(f"{prefix}.remote")
     write_bound(cache, bound)
-    try:
-        recorded = json.loads(path.read_text())
-    except FileNotFoundError:
-        recorded = None
-    except ValueError as error:
-        raise refuse(str(path), f"is damaged ({error})", f"delete {prefix.parent}") from error
+    recorded = _read_record(path)
     if recorded is not None:
         for end in record.keys() | recorded.keys():
             if record.get(end) != recorded.get(end):
@@ -105,11 +100,21 @@ def _bring_index(url: str, cache: Path, bound: int) -> Path:
     return prefix
 
 
+def _read_record(path: Path) -> dict[str, dict[str, object]] | None:
+    """What PREFIX.remote records of each object; None where there is no such file. DataError where it is damaged."""
+    try:
+        return {end: asdict(ObjectRecord(**each)) for end, each in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise refuse(str(path), f"is damaged ({error})", f"delete {path.parent}") from error
+
+
 def _has_copied(prefix: Path, ends: list[str]) -> bool:
     """Whether the copies PREFIX.END are there with the hashes that PREFIX.copied has of them."""
     try:
         return json.loads(Path(f"{prefix}.copied").read_text()) == _hashes_of_copies(prefix, ends)
-    except (FileNotFoundError, ValueError):  # earlier versions have no such file
+    except (FileNotFoundError, ValueError, RecursionError):  # earlier versions have no such file
         return False
 
 

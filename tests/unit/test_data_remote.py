@@ -156,6 +156,18 @@ def test_an_index_or_a_mask_that_is_damaged_in_the_cache_is_fetched_again(
         assert (getattr(before, name) == getattr(after, name)).all()
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "3", '{"bin": 3}', '{"bin": {}}', '{"bin": {"url": "a"}}', "[" * 9999])
+def test_a_damaged_record_of_objects_is_one_line(tmp_path: Path, content: str, monkeypatch) -> None:
+    config = a_config(tmp_path, f"file://{write_file(tmp_path / 'there' / 'a')}")
+    opened(config)
+    (record,) = (tmp_path / "cache").glob("*/a.remote")
+    record.write_text(content)
+    monkeypatch.setattr(data.remote_index, "_seen", {})
+    with pytest.raises(DataError, match=rf"{record} is damaged \(.*\); delete {record.parent}") as caught:
+        opened(config)
+    assert len(caught.value.problems) == 1
+
+
 def test_planted_a_hash_that_is_not_compared_gives_other_tokens(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(data.block_cache.xxhash, "xxh3_64_digest", lambda _: bytes(8))
     with pytest.raises(AssertionError):
