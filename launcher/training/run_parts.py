@@ -119,7 +119,12 @@ def _why_no_lineage(path: Path) -> str | None:
 
 
 def _why_no_records(path: Path) -> str | None:
-    if isinstance(_json_in(path.read_bytes()), dict):
+    found = _json_in(path.read_bytes())
+    kinds = {"url": str, "size": int, "version": str}
+    if isinstance(found, dict) and all(
+        isinstance(each, dict) and {name: type(value) for name, value in each.items()} == kinds
+        for each in found.values()
+    ):
         return None
     rule = "must hold what the stores said of the token files when the run began"
     return f"{path} {rule}; put it back, or remove it, and what they say now counts"

@@ -47,6 +47,7 @@ CONTENTS = {
     "wandb/run_id": [b"\x89PNG", b"../../etc\n"],
     "branched_from.json": [b"\x89PNG", b"[1]", b'{"run": 1, "step": 2}', b"[" * 50_000],
     "token_files.json": [b"\x89PNG", b"[1]", b'{"data.sources[0]": 3}', b"[" * 50_000],
+    "remote_tokens.json": [b"\x89PNG", b"[1]", b'{"s3://a/b.bin": 3}', b'{"s3://a/b.bin": {"size": 3}}'],
     "slurm/runs.txt": [b"\x89PNG\xff", b"../../etc\n"],
 }
 EVERYTHING = tuple(part.name for part in PARTS)
