@@ -16,9 +16,9 @@ from parallel.processes.stop import undoing
 def new_folder(out: Path) -> Iterator[Path]:
     """A new folder to fill, synced and renamed to ``out`` when the block ends, and removed where the block fails.
 
-    SIGTERM and SIGHUP count as failures, so that a job that is ended leaves nothing behind. ``out`` must not exist, or
-    be an empty folder. Raises UserError where another process has made ``out`` meanwhile, and where a killed process
-    of the same id has left its hidden folder.
+    SIGTERM, SIGUSR1 and SIGHUP count as failures, so that a job that is ended leaves nothing behind. ``out`` must not
+    exist, or be an empty folder. Raises UserError where another process has made ``out`` meanwhile, and where a killed
+    process of the same id has left its hidden folder.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from parallel.processes.stop import undoing
 
 @contextmanager
 def scratch_folder(prefix: str = "roundtable-") -> Iterator[Path]:
-    """A new empty folder, removed when the block ends, also by SIGTERM.
+    """A new empty folder, removed when the block ends, also by a request to stop.
 
     Raises OSError, which names TMPDIR, where its disk is full.
     """

@@ -147,7 +147,7 @@ def ending(signals: Sequence[int] = STOP_SIGNALS, code: int | None = STOPPED) ->
 
 @contextmanager
 def undoing() -> Iterator[None]:
-    """While entered, SIGTERM and SIGHUP (a closed terminal) raise SystemExit, so that ``finally`` blocks clean up.
+    """While entered, STOP_SIGNALS and SIGHUP (a closed terminal) raise SystemExit, so ``finally`` blocks clean up.
 
     The exit code is 128 plus the signal's number, as shells expect. These signals and Ctrl-C, sent once more within
     REPEAT_SECONDS, do not interrupt the cleanup. It has no effect in threads other than the main one, which get no
@@ -156,7 +156,7 @@ def undoing() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = [signal.SIGTERM, signal.SIGHUP]
+    signals = [*STOP_SIGNALS, signal.SIGHUP]
     with ending(signals, code=None), heard_once([signal.SIGINT, *signals]):
         yield
 

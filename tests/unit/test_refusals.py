@@ -59,7 +59,7 @@ def test_a_scratch_folder_names_tmpdir_and_goes(tmp_path, monkeypatch):
     assert told(caught.value) == f"TMPDIR={tmp_path}" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_scratch_folder_goes_with_a_command_that_is_asked_to_end(tmp_path, monkeypatch, signum):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.signal(signum, lambda *_: None)
