@@ -126,7 +126,7 @@ def print_config(
     from launcher.config.dump import config_to_json, describe_config
 
     if config is None:
-        raise UserError(["Missing argument 'CONFIG'; see roundtable --help"])
+        raise UserError(["Missing argument 'CONFIG'; see roundtable config --help"])
     ranks = ranks or fewest_ranks(config, overrides or ())
     resolved = load_checked(config, overrides or (), world_size=ranks, data=False)
     say(config_to_json(resolved) if as_json else describe_config(resolved), end="")
@@ -461,7 +461,8 @@ def _wrong_usage(error: typer.TyperException, given: Sequence[str]) -> str:
             values.append(value if equals else following)
     if values:  # the last one counts
         message = message.replace("Invalid value for", f"Invalid value {values[-1]!r} for", 1)
-    return f"{mask(message)}; see roundtable --help"
+    context = getattr(error, "ctx", None)  # that of the command whose words are wrong
+    return f"{mask(message)}; see {context.command_path if context is not None else 'roundtable'} --help"
 
 
 def _refuse(lines: Sequence[str]) -> int:

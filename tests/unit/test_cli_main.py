@@ -79,6 +79,9 @@ def test_what_trains_nothing_takes_the_config_of_any_layout(capsys, config, layo
 
 
 USAGE = [
+    (["plot"], "Missing argument 'RUN'; see roundtable plot --help"),
+    (["data", "show"], "Missing argument 'RUN'; see roundtable data show --help"),
+    (["plto"], "No such command 'plto'. Did you mean 'plot'?; see roundtable --help"),
     (["confg"], "No such command 'confg'"),
     (["config"], "Missing argument 'CONFIG'"),
     (["config", "a.yaml", "--bogus"], "No such option: --bogus"),

@@ -72,7 +72,7 @@ def test_a_terminal_gets_a_table():
     [
         (["--keys", "optimiser"], "--keys 'optimiser' must be the beginning of a key; did you mean optimizer?"),
         (["--keys", "qqqq"], "--keys 'qqqq' must be the beginning of a key; leave it out to see all of them"),
-        ([], "Missing argument 'CONFIG'; see roundtable --help"),
+        ([], "Missing argument 'CONFIG'; see roundtable config --help"),
         (["--keys", "train", "seed=1"], "--keys takes no overrides, and 'seed=1' is one; leave it out"),
     ],
 )
