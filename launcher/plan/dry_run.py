@@ -65,7 +65,7 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int | None, *, as_json:
         config = load_checked(path, overrides, world_size=n_ranks)
         checks += check_all(config, path, in_job=job_size is not None)
         about = describe(config, n_ranks, {check.name for check in checks if check.problems})
-    problems = [line for check in checks for line in check.problems]
+    problems = list(dict.fromkeys(line for check in checks for line in check.problems))  # two may find one problem
     if speaks:
         print_dry_run({"can_start": not problems, "checks": [asdict(check) for check in checks], **about}, as_json)
     if problems:

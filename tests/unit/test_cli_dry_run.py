@@ -56,7 +56,8 @@ def dry_run(capsys, *arguments: str, code: int = 0) -> dict:
     assert main(["train", "c.yaml", "--dry-run", "--json", *arguments]) == code
     captured = capsys.readouterr()
     found = json.loads(captured.out)
-    assert captured.err.splitlines() == [line for check in found["checks"] for line in check["problems"]]
+    told = dict.fromkeys(line for check in found["checks"] for line in check["problems"])
+    assert captured.err.splitlines() == list(told)
     assert found["can_start"] == (code == 0)
     return found
 
@@ -151,6 +152,13 @@ def test_what_is_wrong_is_told_and_exit_code_2(place, capsys, arguments, name, l
     assert [name for name, told in lines.items() if told] == [name]
     assert ("model" in found) == (name != "config and sources")
     assert tree(place) == before
+
+
+def test_a_damaged_file_that_two_checks_find_is_told_once(place, capsys):
+    (place / "a.bin").write_bytes((place / "a.bin").read_bytes()[:-2])
+    found = dry_run(capsys, code=2)
+    first, second = (check["problems"] for check in found["checks"] if check["problems"])
+    assert first == second and len(first) == 1
 
 
 def test_raw_text_is_told_as_to_be_prepared(place, capsys):
