@@ -1,16 +1,19 @@
 """Checks of paths: whether a path is valid, and whether a folder exists or could be created, and is writable."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 LONGEST_NAME = 255  # bytes, of a file or folder, on every usual file system
+ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*:)/(?!/)")  # file:/x, which libraries of URLs take for file:///x
 
 
 def why_no_path(path: str, *, created: bool = False) -> str | None:
     """The rule that ``path`` breaks as a path, whether or not it exists; None where it breaks none.
 
-    ``created``: Roundtable creates this folder, so a variable that was not expanded would become its name.
+    ``created``: Roundtable creates this folder, so that a variable that was not expanded, or a URL that lacks a slash,
+    would become its name.
     """
     if not path:
         return "must not be empty"
@@ -18,6 +21,9 @@ def why_no_path(path: str, *, created: bool = False) -> str | None:
         return "must not hold a NUL byte"
     if created and "$" in path:
         return "must be written out, since variables are not expanded in a config"
+    if created and (scheme := ONE_SLASH.match(path)) is not None:
+        begins = f"{scheme[1]}// begins a URL, ./{scheme[1]} a folder's name"
+        return f"must not begin like a URL that lacks a slash ({begins})"
     try:
         os.fsencode(path)
     except UnicodeEncodeError:

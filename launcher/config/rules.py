@@ -112,6 +112,9 @@ def _check_names(config: RunConfig) -> Iterator[str]:
             reason = why_no_path(path, created=True) if path and path.isprintable() else "must be a path"
             if reason is None and key == "run_dir" and "://" in path:
                 reason = "must be a path on this machine, and is a URL (checkpoint.dir may be one)"
+            if reason is None and key == "checkpoint.dir" and "://" in path and "::" in path:
+                reason = "must be the URL of one place, and :: chains several, which cannot be written to in parts"
+                usual = f"{show(path.rpartition('::')[2])}"
             if reason is not None:
                 yield f"{key}={show(path)} {reason}; try {usual}"
 

@@ -94,6 +94,8 @@ CASES = [
     ("llama", f"name={'é' * 128}", 1, f"name='{'é' * 56}... must have names of at most 255 bytes, and one has 256; try '{'é' * 40}'", f"name={'é' * 40}"),
     ("llama", "run_dir=$SCRATCH/runs", 1, "run_dir='$SCRATCH/runs' must be written out, since variables are not expanded in a config; try null (runs/NAME)", "run_dir=null"),
     ("llama", "run_dir=s3://bucket/run", 1, "run_dir='s3://bucket/run' must be a path on this machine, and is a URL (checkpoint.dir may be one); try null (runs/NAME)", "run_dir=null"),
+    ("llama", "run_dir=file:/x", 1, "run_dir='file:/x' must not begin like a URL that lacks a slash (file:// begins a URL, ./file: a folder's name); try null (runs/NAME)", "run_dir=null"),
+    ("llama", "checkpoint.dir=simplecache::file:///x", 1, "checkpoint.dir='simplecache::file:///x' must be the URL of one place, and :: chains several, which cannot be written to in parts; try 'file:///x'", "checkpoint.dir=file:///x"),
     ("llama", 'checkpoint.dir="a\\0b"', 1, "checkpoint.dir='a\\x00b' must be a path; try null (RUN_DIR/checkpoints)", "checkpoint.dir=null"),
     ("llama", "train={global_batch_size: 10, micro_batch_size: 2}", 4, "train.global_batch_size=10 must be a multiple of dp=4 x train.micro_batch_size=2 = 8; try 8 or 16", "train.global_batch_size=16"),
     ("llama", "train.batch_ramp.start=8", 1, "train.batch_ramp.start=8 must be less than train.global_batch_size=8; try 7", "train.batch_ramp.start=7"),
