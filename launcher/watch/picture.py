@@ -1,5 +1,6 @@
 """Checks the path of a picture that a command is to write, and saves the figure there."""
 
+import io
 import os
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def save_picture(figure: Figure, target: Path, key: str) -> None:
 
     After a full disk, Ctrl-C or SIGTERM, ``target`` is the picture that was there before, or missing.
     """
+    drawn = io.BytesIO()  # on a full disk matplotlib's writers of PDF raise errors of any kind
+    figure.savefig(drawn, dpi=150, format=target.suffix[1:].lower())
     try:
         with undoing(), new_file(target) as partial:
-            figure.savefig(partial, dpi=150)
+            partial.write_bytes(drawn.getbuffer())
     except OSError as error:
         raise UserError([f"{key}={target} cannot be written ({reason_of(error)}); choose another place"]) from None

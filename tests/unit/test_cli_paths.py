@@ -1,9 +1,9 @@
 """Odd paths on the command line, and damaged runs in the queue: told in a line, and the rest goes on."""
 
-import errno
 import json
 import os
 import re
+import resource
 import shlex
 import stat
 import subprocess
@@ -25,6 +25,7 @@ from launcher.slurm.checks import check_unused
 from launcher.slurm.queue import LiveJob, live_jobs
 from launcher.training.run_parts import STARTED_IN
 from launcher.training.start import check_prepared
+from launcher.watch.picture import ENDINGS
 from sealed import write_run
 
 COMMANDS = {
@@ -176,21 +177,22 @@ def test_a_machine_without_a_temporary_folder_says_so(command, tmp_path, monkeyp
     assert told.out == "" and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_picture_on_a_full_disk_leaves_the_one_before_it(tmp_path, monkeypatch, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    (tmp_path / "run/plot.png").write_bytes(b"the one before")
-
-    def savefig(self, path, **options):
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
-    assert main(["plot", str(tmp_path / "run")]) == 2
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_picture_that_finds_no_room_leaves_the_one_before_it(tmp_path, capsys, ending):
+    """A limit of a file's size stands for a full disk: both end a write in the middle of the picture."""
+    picture = tmp_path / f"plot{ending}"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    picture.write_bytes(b"the one before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        assert main(["plot", str(tmp_path), "--out", str(picture)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("cannot be written ([Errno 28] No space left on device); choose another place")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plot.png"]
-    assert (tmp_path / "run/plot.png").read_bytes() == b"the one before"
+    assert line == f"--out={picture} cannot be written ([Errno 27] File too large); choose another place"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", picture.name]
+    assert picture.read_bytes() == b"the one before"
 
 
 def test_a_name_that_the_locale_cannot_write_is_one_line(tmp_path):
