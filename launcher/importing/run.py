@@ -85,8 +85,9 @@ def write_checkpoint(
         manifest.pieces += pieces
         manifest.files |= write_shard(folder, file, {piece.key: piece.shape for piece in pieces}, chunks)
     with scratch_folder() as beside:
-        files = tokenizer_files(tokenizer_attachments(tokenizer, beside))
-        manifest.files |= write_attachments(folder, "", {CONFIG: text, **kept, **files})
+        paths = tokenizer_files(tokenizer_attachments(tokenizer, beside))
+        files = {name: path.read_bytes() for name, path in paths.items()}  # not written here: a full disk is OUT's then
+    manifest.files |= write_attachments(folder, "", {CONFIG: text, **kept, **files})
     store.commit(step_name(STEP), ATTEMPT, certified(manifest))
 
 

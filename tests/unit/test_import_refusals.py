@@ -1,5 +1,6 @@
 """What `roundtable import` refuses: a line for each problem, exit code 2, and nothing left behind."""
 
+import errno
 import json
 import os
 import shutil
@@ -323,6 +324,18 @@ def test_a_full_disk(here: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     (line,) = refused(capsys, "one", "new/out")
     assert line.startswith("OUT=new/out needs 192.9 KiB, but the disk has 1000 bytes free; give a path on another disk")
+
+
+def test_a_disk_that_fills_up_is_the_folders(here: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the one of TMPDIR, where the tokenizer's files are made."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("launcher.importing.run.write_attachments", full)
+    assert main(["import", "one", "out"]) == 1
+    told = f"{here / 'out'}: No space left on device; free some space, or choose another disk\n"
+    assert capsys.readouterr().err == told and not Path("out").exists()
 
 
 def test_planted_interruption_leaves_nothing(here: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
