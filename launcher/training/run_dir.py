@@ -391,16 +391,16 @@ def claim(config: RunConfig) -> Claim:
             with fence.held():
                 (run_path / CHECKPOINTS).mkdir(exist_ok=True)
                 _replace(run_path / RUN_ID, f"{run}\n".encode())
-                with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
-                    take_checkpoints(config, run)
                 if not (run_path / CONFIG).exists():
                     _write_config(config)
                 for name, text in kept.items():
                     if text is not None:
                         _replace(run_path / name, text.encode())
-            lock.truncate(0)
-            lock.write(json.dumps(holder_of_this_process()))
-            lock.flush()
+                lock.truncate(0)
+                lock.write(json.dumps(holder_of_this_process()))
+                lock.flush()
+                with refusing_unreachable("checkpoint.dir", config.checkpoint_location):
+                    take_checkpoints(config, run)  # last: where a write above fails, no mark of this run is left there
         except OSError as error:
             rule = f"must be writable, and is not ({error.filename or run_path}: {error.strerror or error})"
             raise UserError([f"run_dir={run_path} {rule}; mend that, or choose another"]) from None

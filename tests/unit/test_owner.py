@@ -1,5 +1,6 @@
 """Whose checkpoints lie in checkpoint.dir: one run's, of all that are there, whenever they begin."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ from launcher.config.dump import dump_config
 from launcher.config.tree import RunConfig
 from launcher.errors import UserError
 from launcher.guard.fence import StaleRun, raise_fence
+from launcher.training import run_dir
 from launcher.training.owner import Owner, check_owner, keeping, owner_of, read_run_id
-from launcher.training.run_parts import CHECKPOINTS, CONFIG, RUN_ID
+from launcher.training.run_parts import CHECKPOINTS, CONFIG, RUN_ID, TOKEN_FILES
 from owners import config_of, start
 from parallel.checkpoint.store import OWNER
 
@@ -75,6 +77,26 @@ def test_a_run_s_own_folder_of_checkpoints_is_nobody_else_s(tmp_path: Path) -> N
     assert not (own.run_path / CHECKPOINTS / OWNER).exists()
     second = config_of(tmp_path / "runs", "second", own.run_path / CHECKPOINTS)
     assert f"kept by the run in {own.run_path}" in refusal(second)
+
+
+@pytest.mark.parametrize("part", [RUN_ID, CONFIG, TOKEN_FILES])
+def test_a_start_that_finds_no_room_marks_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A disk that is full when this part of the run directory is written."""
+    replaced = run_dir.move_into_place
+
+    def move(temporary: Path, path: Path) -> None:
+        if path.name == part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        replaced(temporary, path)
+
+    monkeypatch.setattr(run_dir, "move_into_place", move)
+    monkeypatch.setattr(run_dir, "token_files", lambda _: "{}")
+    config = config_of(tmp_path / "runs", "first", place)
+    place.mkdir()
+    assert f"must be writable, and is not ({config.run_path / part}: No space left on device)" in refusal(config)
+    assert not config.run_path.exists() and list(place.iterdir()) == []
 
 
 def test_a_run_that_was_moved_goes_on_and_says_where_it_is(first: RunConfig, place: Path, tmp_path: Path) -> None:
