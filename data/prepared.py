@@ -155,7 +155,9 @@ def check_inputs(folder: Path, source: SourceConfig, key: str) -> None:
     if present != recorded:
         changed = sorted({file.path for file in set(present) ^ set(recorded)})
         found = f"{key}.path={source.path!r}: {len(changed)} files differ, such as {changed[0]}"
-        raise refuse(found, f"from what {folder} was prepared from", f"remove {folder} and prepare again")
+        is_whole = (folder / MANIFEST).exists()  # runs may have begun with it, and go on with no others
+        remedy = "put them back if a run began with its tokens; else " if is_whole else ""
+        raise refuse(found, f"from what {folder} was prepared from", f"{remedy}remove {folder} and prepare again")
 
 
 def read_inputs(folder: Path) -> list[InputFile] | None:

@@ -381,9 +381,8 @@ def test_a_changed_corpus_is_refused_and_a_vanished_one_is_not_missed(tmp_path: 
     data = path.read_bytes()
     path.write_bytes(data + b'{"text": "more"}\n')
     for call in (find_prepared, lambda c, v: prepare(c, vocab_size=v)):
-        with pytest.raises(
-            DataError, match=r"data.sources\[0\].path=.*a.jsonl.* differ.*; remove .* and prepare again"
-        ):
+        remedy = "put them back if a run began with its tokens; else remove .* and prepare again"
+        with pytest.raises(DataError, match=rf"data.sources\[0\].path=.*a.jsonl.* differ.*; {remedy}"):
             call(config, VOCAB)
     path.unlink()
     assert find_prepared(config, VOCAB) == result
@@ -403,8 +402,9 @@ def test_a_changed_dataset_that_is_streamed_is_refused(tmp_path: Path, tokenizer
     write_parquet(folder / "zero.parquet", make_documents(5, seed=9))
     calls = [lambda c, v: prepare(c, vocab_size=v), *([find_prepared] if is_finished else [])]
     for call in calls:
+        remedy = "put them back if a run began with its tokens; else remove" if is_finished else "remove"
         with pytest.raises(
-            DataError, match=r"\[0\].path='hf://.*': 1 files differ, such as .*d/zero.parquet from .*; rem"
+            DataError, match=rf"\[0\].path='hf://.*': 1 files differ, such as .*d/zero.parquet from .* from; {remedy} "
         ):
             call(config, VOCAB)
     (folder / "zero.parquet").unlink()
