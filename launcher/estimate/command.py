@@ -31,7 +31,9 @@ def answer_of(module: str, request: Mapping[str, Any], what_it_does: str) -> dic
 def command_of(module: str) -> list[str]:
     """The command that runs ``main`` of ``module`` in a process that ends as soon as this one does, even if killed.
 
-    That process shows no warnings, and imports nothing from the working folder.
+    That process shows no warnings, imports nothing from the working folder, and ignores Ctrl-C, which a terminal sends
+    to both: this one ends it.
     """
-    tied = f"from parallel.processes.lifeline import end_with_parent; end_with_parent({os.getpid()})"
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    tied = f"{deaf}; from parallel.processes.lifeline import end_with_parent; end_with_parent({os.getpid()})"
     return [sys.executable, "-W", "ignore", "-P", "-c", f"{tied}; from {module} import main; main()"]

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from launcher.estimate.command import command_of
 from orphans import kill_and_see_all_end, lives, tree_of
 
 CHILD = """\
@@ -103,3 +104,21 @@ def test_planted_child_that_is_not_tied_is_seen_to_live_on(monkeypatch):
     psutil.wait_procs(tree, timeout=5)
     assert not any(map(lives, tree))
     process.communicate()
+
+
+def test_a_process_that_traces_leaves_ctrl_c_to_the_command(tmp_path):
+    (tmp_path / "waits.py").write_text("def main():\n    print('here', flush=True)\n    print(input())\n")
+    process = subprocess.Popen(
+        command_of("waits"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # work in the background ignores it
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGINT)  # as a terminal does to all processes of a command
+        assert process.communicate("the answer\n", timeout=60) == ("the answer\n", "")
