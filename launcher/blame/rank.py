@@ -214,7 +214,7 @@ class Passes:
         dot = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
         for (part, share), whole in zip(held, self.gradient, strict=True):
             dot += torch.dot(part.flatten().double(), whole.flatten().double()) * share
-        total = float(sum_over_ranks(dot, engine.mesh)) / engine.loss_scale**2
+        total = float(sum_over_ranks(dot, engine.mesh)) / engine.gradient_scale**2
         return Measured(totals.loss, total, engine.discard().grad_norm)
 
     def highest_losses(self, documents: Sequence[Document]) -> list[tuple[Document, Part]]:

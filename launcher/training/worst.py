@@ -62,7 +62,7 @@ def held_sums(engine: Engine) -> dict[str, Held]:
     found: dict[str, Held] = {}
     for parameter, gradient, share in engine.gradients():
         held = found.setdefault(names[id(parameter)], Held(0.0, 0.0, 0))
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / engine.loss_scale
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / engine.gradient_scale
         held.gradient += norm * norm * share
         n_nonfinite = int((~torch.isfinite(gradient)).sum())
         held.n_nonfinite += n_nonfinite

@@ -94,7 +94,7 @@ class Engine:
         self.holds_second_copy = model_config.embeds_at_end and is_second_copy(self.parts)
         self.pipeline: Pipeline | None = None
         self.ends: list[int] = []
-        self.measured: Tensor | None = None  # this step's norm, loss scale included
+        self.measured: Tensor | None = None  # this step's norm, with ``gradient_scale``
         self.before_change: list[Callable[[], None]] = []
         stored = stored_as(precision)
         make_sharding = sharding_for(parallel, stored)
@@ -172,18 +172,23 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """fp16's factor on the loss, which gradients include until they are applied; 1 in other precisions."""
+        """fp16's factor on the loss; 1 in other precisions."""
         return self.sharding.loss_scale.value
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor that gradients include until they are applied: fp16's loss scale over the replicas, else 1."""
+        return self.sharding.loss_scale.in_gradients
 
     @property
     def loss_factor(self) -> float:
         """The factor on each term of the total loss before its backward pass; ``backward`` multiplies the loss by it.
 
         The auxiliary losses' weights in the contexts, whose gradients are injected into that pass, must be multiplied
-        by it too. It is the loss scale times the number of ranks that replicate dense weights, which undoes DeepSpeed's
-        averaging over them: gradients are those of sums over all ranks.
+        by it too. It is the number of ranks that replicate dense weights, which undoes DeepSpeed's averaging over them:
+        gradients are those of sums over all ranks. In fp16 it is the loss scale, and the update undoes the averaging.
         """
-        return self.loss_scale * self.mesh.replicas.degree
+        return self.sharding.loss_scale.on_losses
 
     @property
     def needs_equal_graphs(self) -> bool:
@@ -219,13 +224,13 @@ class Engine:
         """The weights with this rank's parts of their reduced gradients and its share of each, after the last backward.
 
         The share is 1 / the ranks that hold the same part, or 0 where this rank does not count it, so that over all
-        ranks each gradient counts once. Gradients include the loss scale; ``step`` applies what is written into them.
+        ranks each gradient counts once. They include ``gradient_scale``; ``step`` applies what is written into them.
         """
         held = self.sharding.gradients()
         return [(weight, part, self.weights[weight].is_owner / holders) for weight, part, holders in held]
 
     def flat_gradient(self, flat: Tensor) -> Tensor:
-        """The reduced gradient of a fragment's tensor ``flat``, in the same layout: flat, fp32, loss scale included."""
+        """The reduced gradient of a fragment's ``flat``, in the same layout: fp32, ``gradient_scale`` included."""
         return self.sharding.flat_gradient(flat)
 
     def kept_weights(self) -> dict[str, Tensor]:
@@ -233,7 +238,7 @@ class Engine:
         return {weight.name: self.sharding.kept(parameter) for parameter, weight in self.weights.items()}
 
     def scaled_norm(self) -> Tensor:
-        """The gradient norm before clipping, loss scale included, computed once a step. All ranks call it.
+        """The gradient norm before clipping, with ``gradient_scale``, computed once a step. All ranks call it.
 
         It is an fp32 scalar on the host, where DeepSpeed reads it. A GPU multiplies by a scalar on the device in a
         kernel that is not vectorized: clipping took 27 ms of a step of Llama 3 8B on an H200, thrice what its bytes
@@ -249,7 +254,7 @@ class Engine:
 
         All ranks call it after the last micro-batch's backward pass; ``step`` or ``discard`` must follow.
         """
-        return float(self.scaled_norm()) / self.loss_scale
+        return float(self.scaled_norm()) / self.gradient_scale
 
     def announce_change(self) -> None:
         """Calls the functions in ``before_change``, which return when the masters and optimizer states may change.

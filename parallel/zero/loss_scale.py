@@ -8,17 +8,34 @@ FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of
 
 
 class LossScale:
-    """DeepSpeed's dynamic loss scale in fp16: it halves after an overflow and doubles after many steps without one."""
+    """DeepSpeed's dynamic loss scale in fp16: it halves after an overflow and doubles after many steps without one.
 
-    def __init__(self, scaler: Any | None) -> None:
-        """``scaler``: DeepSpeed's loss scaler; None in other precisions than fp16, where the scale is 1."""
-        self.scaler = scaler
+    Gradients are averaged over the replicas, so they then include a share of it, and losses are multiplied by no more
+    than one process would multiply them by: an overflow, which ends a step, does not depend on the layout.
+    """
+
+    def __init__(self, scaler: Any | None, replicas: int) -> None:
+        """``scaler``: DeepSpeed's loss scaler; None in other precisions than fp16, where the scale is 1.
+
+        ``replicas``: the number of ranks over which gradients are averaged.
+        """
+        self.scaler, self.replicas = scaler, replicas
         self.first = self.state()
 
     @property
     def value(self) -> float:
-        """The factor by which the loss must be multiplied before its backward pass."""
+        """The scale: 1 in other precisions."""
         return float(self.scaler.cur_scale) if self.scaler is not None else 1.0
+
+    @property
+    def on_losses(self) -> float:
+        """The factor on each loss before its backward pass; in other precisions it undoes the gradients' averaging."""
+        return self.value if self.scaler is not None else float(self.replicas)
+
+    @property
+    def in_gradients(self) -> float:
+        """The factor that averaged gradients include: 1 in other precisions than fp16."""
+        return self.value / self.replicas if self.scaler is not None else 1.0
 
     @property
     def can_fall(self) -> bool:

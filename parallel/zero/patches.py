@@ -121,8 +121,16 @@ class LateLossScale:
     """A mixin for a ZeRO optimizer: its step keeps fp16's loss scale, which ``parallel.zero.loss_scale`` changes later.
 
     DeepSpeed changes the scale before it divides the gradients by it, so gradients would be halved in a step in which
-    it doubles.
+    it doubles. In fp16 gradients, which are averaged over ``averaged_over`` ranks, are divided by that share of it.
     """
+
+    averaged_over = 1
+    loss_scaler: Any
+
+    @property
+    def loss_scale(self) -> float:
+        """What DeepSpeed's step divides gradients by."""
+        return self.loss_scaler.cur_scale / self.averaged_over
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         pass

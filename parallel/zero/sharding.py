@@ -118,7 +118,10 @@ class Sharding(ABC):
         )
         self.deepspeed.enable_backward_allreduce = False  # Roundtable decides when gradients are reduced
         self.optimizer: Any = self.deepspeed.optimizer
-        self.loss_scale = LossScale(self.optimizer.loss_scaler if self.dtype == torch.float16 else None)
+        is_fp16, replicas = self.dtype == torch.float16, self.mesh.replicas.degree
+        self.loss_scale = LossScale(self.optimizer.loss_scaler if is_fp16 else None, replicas)
+        if is_fp16:
+            self.optimizer.averaged_over = replicas
 
     @abstractmethod
     def optimizer_class(self) -> type | None:

@@ -5,16 +5,21 @@ norms, the embedding, a router.
 """
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from health_runs import Plan, run_planned
+from launcher.watch.metrics import read_metrics
 from layout_runs import MOE_MODEL, largest_error, merge, run_config, run_reference, write_tokens
+from modeling.optimizers.config import SGDConfig
 from overflow_runs import FIRST_OVERFLOW, OverflowResult, overflow_rank
 from parallel.config import ParallelConfig
 from parallel.pipeline.config import ZBV, Interleaved
 from parallel.processes.start import run_ranks
 
 FOUR_LAYERS = dataclasses.replace(MOE_MODEL, n_layers=4)
+N_SCALED = 30
 FLOOR = 2.0**-12  # half a unit in the last place of fp16 numbers near one
 
 
@@ -91,6 +96,31 @@ def test_overflow_on_any_one_rank_is_skipped_by_all(tokens, name, zero):
     errors = largest_error(ours, reference)
     for check in ("loss", "grad_norm", "weight"):
         assert errors[check] <= 4 * max(spread[check], FLOOR), (check, errors, spread)
+
+
+SCALED = {"dp 4": (4, {}), "cp": (2, {"cp": 2}), "ep": (2, {"ep": 2}), "pp": (4, {"pp": 2}), "tp": (2, {"tp": 2})}
+
+
+def scales(tokens: str, folder: Path, n_ranks: int, parallel: ParallelConfig) -> list[tuple[float, bool]]:
+    """(loss scale, skipped) of each step of a run whose first loss scale is far too large."""
+    config = run_config(
+        tokens, model=FOUR_LAYERS, parallel=parallel, precision="fp16", micro_batch_size=1, steps=N_SCALED
+    )
+    config = dataclasses.replace(config, run_dir=str(folder), optimizer=SGDConfig(lr=1e-4))
+    assert run_planned(Plan(loss_scale=2.0**40), config, n_ranks) == [0] * n_ranks
+    return [(row["loss_scale"], row["skipped"]) for row in read_metrics(folder / "metrics.jsonl") if "skipped" in row]
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [("dp 4", 1), *(pytest.param(name, zero, marks=pytest.mark.slow) for name in SCALED for zero in (1, 2, 3))],
+)
+def test_each_layout_finds_the_same_loss_scale_in_as_many_steps(tokens, tmp_path, name, zero):
+    """A loss is multiplied by no more than in one process, whatever the number of replicas, so as many overflow."""
+    n_ranks, layout = SCALED[name]
+    expected = scales(tokens, tmp_path / "one", 1, ParallelConfig(zero=zero))
+    assert [skipped for _, skipped in expected].count(False) >= 3 and expected[0][1]
+    assert scales(tokens, tmp_path / "own", n_ranks, ParallelConfig(zero=zero, **layout)) == expected
 
 
 @pytest.mark.slow

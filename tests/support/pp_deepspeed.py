@@ -67,7 +67,7 @@ def engine_rank(case: Case, zero: int, precision: str, clip_norm: float | None) 
 
     seen = EngineSeen([], [], {}, {})
     for step in range(case.steps):
-        scale = mesh.dp.degree * sharding.loss_scale.value
+        scale = sharding.loss_scale.on_losses
         ready, n_targets = micro_batches(batch_of(case, step), scale)
         mine = ready[mesh.dp.rank :: mesh.dp.degree]
         with sharding.collect(finish):

@@ -16,6 +16,6 @@ def gradient_boxes(engine: Engine) -> list[TensorBox]:
     for fragment in engine.fragments:
         key = id(fragment.flat)
         if key not in flats:
-            flats[key] = engine.flat_gradient(fragment.flat) / engine.loss_scale
+            flats[key] = engine.flat_gradient(fragment.flat) / engine.gradient_scale
         pieces += fragment_boxes(fragment, fragment.view(flats[key]))
     return pieces
