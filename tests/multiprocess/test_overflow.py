@@ -113,7 +113,12 @@ def scales(tokens: str, folder: Path, n_ranks: int, parallel: ParallelConfig) ->
 
 @pytest.mark.parametrize(
     ("name", "zero"),
-    [("dp 4", 1), *(pytest.param(name, zero, marks=pytest.mark.slow) for name in SCALED for zero in (1, 2, 3))],
+    [
+        pytest.param(name, zero, marks=[] if (name, zero) == ("dp 4", 1) else pytest.mark.slow)
+        for name in SCALED
+        for zero in (1, 2, 3)
+        if name != "pp" or zero == 1  # else a step's sums are rounded to fp16, and may overflow (docs/health.md)
+    ],
 )
 def test_each_layout_finds_the_same_loss_scale_in_as_many_steps(tokens, tmp_path, name, zero):
     """A loss is multiplied by no more than in one process, whatever the number of replicas, so as many overflow."""
