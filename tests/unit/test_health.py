@@ -108,7 +108,7 @@ def held_of(*parts: tuple[list[float], float]) -> Held:
     engine: Any = SimpleNamespace(
         model=SimpleNamespace(named_parameters=lambda: [("w", weight)]),
         gradients=lambda: [(weight, torch.tensor(part), share) for part, share in parts],
-        loss_scale=1.0,
+        gradient_scale=1.0,
         fragments=[],
     )
     return held_sums(engine)["w"]
