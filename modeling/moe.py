@@ -116,7 +116,8 @@ class Experts(nn.Module):
         It may be asked outside of their own forward pass: it reads no weight by name, which ZeRO 3 would gather.
         """
         is_plain = not self.expert_bias and self.swiglu_limit is None
-        return go_by_turn(hidden, next(iter(self._parameters.values())), self.products, is_plain=is_plain)
+        weight = next(each for each in self._parameters.values() if each is not None)
+        return go_by_turn(hidden, weight, self.products, is_plain=is_plain)
 
     def forward(self, rows_RD: Tensor, weights_TK: Tensor, compute: ComputeExperts, *, is_last: bool = True) -> Tensor:
         """Each token's weighted sum of its experts' outputs (T, D), from what a ``Sender`` returned.
