@@ -92,8 +92,9 @@ def _carry_out(
     if config.fim_rate:  # checked before tokens are made, since another tokenizer would need new ones
         fim_ids(config, tokenizer, vocab_size)
     tasks = [job for plan in plans for job in _begin_source(config, plan, tokenizer)]
-    for first in [job for job in tasks if job.number == 0 and job.source.chat is not None]:
-        check_template(first)  # now, since other sources' tokens may take hours
+    for job in tasks:
+        if job.number == 0 and job.source.chat is not None:
+            check_template(job)  # now, since other sources' tokens may take hours
     share, n_shares = task
     _write_missing(tasks[share::n_shares], config.workers, progress)
     finished = [_finish_source(config, plan, tokenizer) for plan in plans]

@@ -47,8 +47,8 @@ def token_prefix(config: DataConfig, path: str) -> Path:
 def bring_index(url: str, cache: Path, bound: int) -> Path:
     """Downloads the token file at ``url`` into the cache, all but its .bin; returns its local prefix.
 
-    What is there already is kept, unless it is not as it was when it was downloaded.
-    The blocks of the cache may take ``bound`` bytes. Raises DataError where objects cannot be read, or have changed.
+    A copy that is there is kept, unless it was damaged since its download. The blocks of the cache may take ``bound``
+    bytes. Raises DataError where objects cannot be read, or have changed.
     """
     try:
         return _bring_index(url.rstrip("/"), cache, bound)

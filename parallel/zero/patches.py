@@ -107,7 +107,7 @@ class GivenNorm:
     are.
     """
 
-    given_norm: Tensor | None = None  # fp32 scalar on the host, loss scale included
+    given_norm: Tensor | None = None  # of gradients as they are held: fp32 scalar on the host
     is_norm_taken = False
 
     def take_norm(self) -> Tensor:

@@ -162,7 +162,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def gradients(self) -> list[HeldGradient]:
-        """This rank's parts of the reduced gradients, loss scale included: writable tensors, which ``step`` applies."""
+        """This rank's parts of the reduced gradients, with ``loss_scale.in_gradients``: writable, for ``step``."""
 
     @abstractmethod
     def flat_gradient(self, flat: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class Sharding(ABC):
     def step(self, norm: Tensor) -> bool:
         """Clips by ``norm`` and applies the gradients, or drops them if it is not finite; returns whether it dropped.
 
-        ``norm`` is the norm of all gradients, loss scale included: the same fp32 scalar on every rank's host.
+        ``norm`` is the norm of all gradients as they are held: the same fp32 scalar on every rank's host.
         """
         skipped = self.run_step(norm)
         self.loss_scale.after_step(skipped)

@@ -18,7 +18,6 @@ STUB = """
 import os, sys
 from launcher.cli import main
 from launcher.commands.trained import Trained
-from pathlib import Path
 
 def read_box(self, name, box, signum=int(sys.argv[1])):
     assert self.tokenizer is not None and os.listdir(os.environ["TMPDIR"])
@@ -34,12 +33,10 @@ COMMANDS = {
     "inspect": ["inspect", "run", "--text", "a"],
     "average": ["average", "run", "other", "out"],
 }
-
-
 OF_TORCH = {f"torchinductor_{getpass.getuser()}"}  # an empty cache, made as it is imported
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", some_fast([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], signal.SIGTERM))
 @pytest.mark.parametrize("command", some_fast(COMMANDS, "generate"))
 def test_a_signal_leaves_no_copy(tmp_path: Path, command: str, signum: signal.Signals) -> None:
     save_task_run(tmp_path)

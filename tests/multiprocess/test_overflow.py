@@ -98,7 +98,14 @@ def test_overflow_on_any_one_rank_is_skipped_by_all(tokens, name, zero):
         assert errors[check] <= 4 * max(spread[check], FLOOR), (check, errors, spread)
 
 
-SCALED = {"dp 4": (4, {}), "cp": (2, {"cp": 2}), "ep": (2, {"ep": 2}), "pp": (4, {"pp": 2}), "tp": (2, {"tp": 2})}
+SCALED = {
+    "dp 4": (4, {}),
+    "dp 3": (3, {}),
+    "cp": (2, {"cp": 2}),
+    "ep": (2, {"ep": 2}),
+    "pp": (4, {"pp": 2}),
+    "tp": (2, {"tp": 2}),
+}
 
 
 def scales(tokens: str, folder: Path, n_ranks: int, parallel: ParallelConfig) -> list[tuple[float, bool]]:
